@@ -1,0 +1,1 @@
+"""kvcompress: KV-cache compression for HuggingFace models, really measured."""

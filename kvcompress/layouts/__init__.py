@@ -1,0 +1,1 @@
+"""How kept tokens lie in memory."""

@@ -1,0 +1,1 @@
+"""Boards and figures made from records alone."""
