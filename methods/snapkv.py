@@ -33,7 +33,11 @@ class WindowScorer(Scorer):
         votes = attention.sum(dim=3)  # [B, H_kv, G, P], over the window's queries
         held = view.positions >= 0
         rank = held.cumsum(-1) - 1
-        window = torch.minimum(self.window(view.kept), view.kept // 2) if self._shrinks(view.kept) else self.window(view.kept)
+        window = (
+            torch.minimum(self.window(view.kept), view.kept // 2)
+            if self._shrinks(view.kept)
+            else self.window(view.kept)
+        )
         prefix = held & (rank < held.sum(-1, keepdim=True) - window.to(rank.device)[:, None, None])
         if self.reduce_first:
             return self._pool(reduce_group(votes, self.group_reduce), prefix)
