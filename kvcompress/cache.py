@@ -75,7 +75,9 @@ class CompressedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store new tokens `[B, H_kv, n, D]`, and hand this layer on to the attention function through `kwargs`."""
         cache = self.cache()
-        if cache is None or cache.forward is None or kwargs is None:
+        if kwargs is None:
+            raise RuntimeError("this model's attention does not hand its keyword arguments to cache.update()")
+        if cache is None or cache.forward is None:
             raise RuntimeError(
                 "this CompressedCache was used outside its session: call the model inside `with compress(model, method)`"
             )
@@ -229,6 +231,7 @@ class CompressedCache(Cache):
         self.cap: Tensor | None = None  # [B] tokens kept per head, None without limit
         self.columns: Tensor | None = None  # bool [B, L] on the CPU, None while no column was padding
         self.clamped = False
+        self.broken = False  # a forward failed half-way
         self.moments: list[dict[str, Any]] = []
         self.kept_max = 0
         self.owner: Any = None

@@ -150,7 +150,8 @@ class Session:
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        if self._outer is not None:
+        # inside another hooked forward; the same module again means an interrupt kept the last one from ending
+        if self._outer is not None and self._outer is not module:
             return None
         named = compat.bound_arguments(module, args, kwargs)
         if named.get("use_cache") is False:
@@ -181,6 +182,10 @@ class Session:
         if cache is None:
             return self.new_cache()
         if isinstance(cache, CompressedCache):
+            if cache.broken:
+                raise ValueError(
+                    "a failed forward left this cache half written: start again, or go on from a fork() made before"
+                )
             if cache.owner is not self.compressor:
                 if not isinstance(cache.owner, Compressor) or cache.owner.method != self.method:
                     raise ValueError("this cache was made by another method: prefill it again in this session")
@@ -280,6 +285,7 @@ class Session:
                 self._note_moment(cache, forward)
         finally:
             cache.forward = None
+            cache.broken = output is None
 
     def _note_moment(self, cache: CompressedCache, forward: Forward) -> None:
         if not cache.full_layers:
