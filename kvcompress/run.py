@@ -194,7 +194,7 @@ class Runner:
 
         ends = models.eos_ids(model, tokenizer)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             name = f"{type(method).__name__} {method.budget} · {task.name}"
             bar = progress.add_task(name, total=len(samples), completed=len(done))
             for sample in samples:
@@ -301,6 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 all cells finished (now or before), 1 a cell failed, 2 a name on the command line is unknown, 130 interrupted.
     """
     import hydra
+    from transformers.utils import logging as transformers_logging
 
     import kvcompress.conf
     from kvcompress.report.table import leaderboard
@@ -314,6 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 2
+    transformers_logging.disable_progress_bar()  # ours is the one that says how far the sweep is
     runner = Runner(console)
 
     @hydra.main(version_base="1.3", config_path=str(folder), config_name="config")

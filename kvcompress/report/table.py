@@ -24,14 +24,13 @@ def _number(value: float | None, form: str) -> str:
 
 def _score(record: Record) -> str:
     error = record.get("score_stderr")
-    return _number(record.get("score"), ".3f") + ("" if error is None else f" ±{error:.3f}")
+    return _number(record.get("score"), ".3f") + ("" if error is None else f" ±{error:.2f}")
 
 
 def _delta(record: Record) -> str:
     if record.get("baseline") == record["run_id"]:
         return "baseline"
-    error = record.get("delta_stderr")
-    return _number(record.get("delta_full"), "+.3f") + ("" if error is None else f" ±{error:.3f}")
+    return _number(record.get("delta_full"), "+.3f")
 
 
 def _budget(record: Record) -> str:
@@ -55,14 +54,14 @@ COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("KV bytes", lambda record: _number(record.get("kv.ratio"), ".1%")),
     ("kept", lambda record: _number(record.get("kv.kept_tokens_mean"), ".0f")),
     ("TTFT", _seconds("time.ttft_s")),
-    ("per token", _seconds("time.tpot_s")),
+    ("TPOT", _seconds("time.tpot_s")),
     ("n", lambda record: str(record.get("n_samples") or 0)),
     ("notes", lambda record: ", ".join(flags(record))),
 )
 LEGEND = (
     "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
-    "values and positions after compression, as a share of what the full cache holds · TTFT includes compression · "
-    "times are medians"
+    "values and positions after compression, as a share of what the full cache holds · TTFT includes compression, TPOT "
+    "is per decoded token, both medians"
 )
 
 
@@ -103,18 +102,25 @@ def _split(group: Sequence[Record]) -> list[Record]:
 
 
 def _print(group: Sequence[Record], console: Console) -> None:
-    table = Table(title=title(group[0]), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, _ in COLUMNS:
-        # the numbers must never be cut: a narrow terminal wraps the notes
+    counts = {record.get("n_samples") or 0 for record in group}
+    head = title(group[0]) + (f" · n={counts.pop()}" if len(counts) == 1 else "")
+    hidden = {"n"} if "n=" in head else set()  # 80 columns hold the numbers only if nothing is said twice
+    if not any(flags(record) for record in group):
+        hidden.add("notes")
+    table = Table(title=head, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = [(name, show) for name, show in COLUMNS if name not in hidden]
+    for name, _ in shown:
+        # numbers must never be cut: a narrow terminal wraps the notes
         table.add_column(name, justify="left" if name in ("method", "notes") else "right", no_wrap=name != "notes")
-    best = max((r["score"] for r in group if on_board(r) and r.get("baseline") != r["run_id"]), default=None)
+    scores = [r["score"] for r in group if on_board(r) and r.get("baseline") != r["run_id"]]
+    best = max(scores, default=None)
     for record in group:
-        counts = on_board(record)
+        counts_in = on_board(record)
         cells = []
-        for name, show in COLUMNS:
-            value = show(record) if counts or name in ("method", "budget", "n", "notes") else MISSING
-            strong = name == "score" and counts and record.get("score") == best
-            cells.append(Text(value, style="" if counts and not strong else "bold" if strong else "dim"))
+        for name, show in shown:
+            value = show(record) if counts_in or name in ("method", "budget", "n", "notes") else MISSING
+            strong = name == "score" and counts_in and len(scores) > 1 and record.get("score") == best
+            cells.append(Text(value, style="bold" if strong else "" if counts_in else "dim"))
         table.add_row(*cells)
     console.print(table)
 
