@@ -64,6 +64,7 @@ class CompressedLayer(CacheLayerMixin):
         self.state: State = {}
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
         self.evicted = 0
+        self.group = 1  # query heads per KV head
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -198,6 +199,7 @@ class CompressedLayer(CacheLayerMixin):
         copy.seen, copy.evicted, copy.is_initialized = self.seen, self.evicted, self.is_initialized
         if self.store is not None:
             copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
+            copy.group = self.group
         copy.state = {k: v.clone() for k, v in self.state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy

@@ -7,17 +7,14 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache, CompressedLayer, Forward
+from kvcompress.kernels.blockwise import Features, softmax_block, visible
 from kvcompress.layouts import DenseStore
 from kvcompress.method import LayerView, Method, Needs, Observed
-
-if TYPE_CHECKING:
-    from kvcompress.attention import Features
 
 Tensor = torch.Tensor
 
@@ -61,11 +58,9 @@ class Compressor:
         """Note which attention kernel ran."""
         self.kernels.add(name)
 
-    def select(
-        self, layer: CompressedLayer, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor
-    ) -> Tensor | None:
+    def select(self, layer: CompressedLayer, q: Tensor) -> Tensor | None:
         """Slots the reader lets a decode query attend to, `[B, H_kv or H, n]`, or None for all."""
-        view = self._view(layer, keys, values, positions, "decode", q.shape[1] // keys.shape[1], layer.counts[:, 0])
+        view = self._view(layer, layer.positions(), "decode", layer.counts[:, 0])
         return self.parts.reader.select(q, view, layer.state)
 
     # ------------------------------------------------------------------ observing
@@ -179,34 +174,30 @@ class Compressor:
     ) -> tuple[Tensor, Tensor]:
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
-        keys, values = layer.keys_values()
         positions = layer.positions()
-        observed = LayerObserved(layer, keys, positions, probabilities, features, forward)
-        kept = torch.minimum(cache.cap, layer.counts.amax(1))
-        view = self._view(
-            layer, keys, values, positions.expand(-1, keys.shape[1], -1), forward.phase, observed.group, kept
-        )
+        view = self._view(layer, positions, forward.phase, torch.minimum(cache.cap, layer.counts.amax(1)))
+        observed = LayerObserved(layer, view, positions, probabilities, features, forward)
         scores = scorer.score(view, observed, layer.state)
-        shape = (keys.shape[0], keys.shape[1], keys.shape[2])
-        if scores.shape != shape or scores.dtype != torch.float32:
+        if scores.shape != view.positions.shape or scores.dtype != torch.float32:
             raise ValueError(
-                f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 {shape}"
+                f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 "
+                f"{tuple(view.positions.shape)}"
             )
         return scores, positions
 
-    def _view(
-        self,
-        layer: CompressedLayer,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        phase: str,
-        group: int,
-        kept: Tensor,
-    ) -> LayerView:
+    def _view(self, layer: CompressedLayer, positions: Tensor, phase: str, kept: Tensor) -> LayerView:
         cache = layer.cache()
         assert cache is not None and cache.real is not None
-        return LayerView(layer.index, self.n_layers, keys, values, positions, cache.real, kept, phase, group)
+        return LayerView(
+            layer=layer.index,
+            n_layers=self.n_layers,
+            read=layer.keys_values,
+            positions=positions.expand(-1, layer.counts.shape[1], -1),
+            real=cache.real,
+            kept=kept,
+            phase=phase,
+            group=layer.group,
+        )
 
     def _apply(
         self,
@@ -287,36 +278,24 @@ class LayerObserved(Observed):
     def __init__(
         self,
         layer: CompressedLayer,
-        keys: Tensor,
+        view: LayerView,
         positions: Tensor,
         probabilities: Tensor | None,
         features: Features,
         forward: Forward,
     ):
-        self.layer, self.keys, self.positions = layer, keys, positions
+        self.layer, self.view, self.positions = layer, view, positions
         self.probabilities, self.features, self.forward = probabilities, features, forward
 
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        if self.probabilities is not None:
-            return self.probabilities.shape[2]
-        if "queries" in self.layer.state:
-            return self.layer.state["queries"].shape[1] // self.keys.shape[1]
-        store = self.layer.held()
-        return store.channels["mass"].shape[-1] if "mass" in store.channels else 1
-
     def window(self, size: int) -> tuple[Tensor, Tensor]:
-        from kvcompress.attention import _softmax_block, visible
-
         if size == 1 and self.probabilities is not None:
-            real = self.forward.on("positions", self.keys.device) >= 0
-            return self.probabilities, real.expand(self.keys.shape[0], -1)
+            real = self.forward.on("positions", self.probabilities.device) >= 0
+            return self.probabilities, real.expand(self.probabilities.shape[0], -1)
         if "queries" not in self.layer.state:
             raise ValueError("the scorer asks for a window of queries it did not declare in `needs`")
         queries, at = self.layer.state["queries"][:, :, -size:], self.layer.state["query_positions"][:, -size:]
         allowed = visible(self.positions, at, self.features.window)
-        _, p = _softmax_block(queries, self.keys, self.keys[..., :1], allowed, self.features)
+        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features)
         return p.masked_fill((at < 0)[:, None, None, :, None], 0.0), at >= 0
 
     @property

@@ -138,7 +138,9 @@ class Runner:
         named |= dict(run_id=run_id, folder=folder.path)
         found = folder.record()
         if key in self._seen:
-            return Outcome(**named, status="same", record=found or {}, note="this method has no budget: one cell for all")
+            return Outcome(
+                **named, status="same", record=found or {}, note="this method has no budget: one cell for all"
+            )
         self._seen.add(key)
         source = record.source_hash()
         if found is not None and found["status"] in record.FINISHED:
@@ -156,7 +158,13 @@ class Runner:
         return Outcome(**named, status=written["status"], record=written, note=" ".join(note))
 
     def _run(
-        self, config: DictConfig, cell: dict[str, Any], method: Method, task: Task, folder: record.RunFolder, source: str
+        self,
+        config: DictConfig,
+        cell: dict[str, Any],
+        method: Method,
+        task: Task,
+        folder: record.RunFolder,
+        source: str,
     ) -> dict[str, Any]:
         kept = folder.rows(None if config.resume == "any" else source)
         folder.open(OmegaConf.to_yaml(config, resolve=True))
@@ -256,7 +264,9 @@ class Runner:
         written: dict[str, Any] = dict.fromkeys(record.KEYS)
         written |= found
         written |= {f"parts.{name}": value for name, value in parts.items()}
-        written |= record.versions() | {f"versions.{name}": value for name, value in hardware(models.resolve_device(config.device)).items()}
+        written |= record.versions() | {
+            f"versions.{name}": value for name, value in hardware(models.resolve_device(config.device)).items()
+        }
         written |= {
             "run_id": folder.run_id,
             "status": status,

@@ -12,7 +12,7 @@ from tokenizers import processors
 from kvcompress.haystack import NOISE, Encoder, built_in_prose, load_haystack, split_sentences
 from kvcompress.random_models import byte_tokenizer
 from kvcompress.tasks import TASKS
-from kvcompress.tasks.needle import CLASSIC_NEEDLE, RULER_NEEDLE, Needle
+from kvcompress.tasks.needle import CLASSIC_NEEDLE, Needle
 
 TOKENIZER = byte_tokenizer()
 

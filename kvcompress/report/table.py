@@ -145,7 +145,19 @@ def markdown(groups: Iterable[Sequence[Record]]) -> str:
 def to_csv(records: Iterable[Record]) -> str:
     """Every key of every record, one row each; errors in one line."""
     records = [record | {"flags": " ".join(flags(record))} for record in records]
-    first = ["sweep", "model", "task", "method", "budget", "seed", "status", "flags", "n_samples", "score", "score_stderr"]
+    first = [
+        "sweep",
+        "model",
+        "task",
+        "method",
+        "budget",
+        "seed",
+        "status",
+        "flags",
+        "n_samples",
+        "score",
+        "score_stderr",
+    ]
     first += ["delta_full", "delta_stderr", "kv.ratio"]
     keys = list(dict.fromkeys([*first, *sorted({key for record in records for key in record})]))
     out = io.StringIO()
@@ -156,5 +168,3 @@ def to_csv(records: Iterable[Record]) -> str:
             record["error"] = str(record["error"]).strip().splitlines()[-1]
         writer.writerow(record)
     return out.getvalue()
-
-
