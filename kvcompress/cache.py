@@ -63,6 +63,7 @@ class CompressedLayer(CacheLayerMixin):
         self.seen = 0
         self.state: State = {}
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
+        self.guard: tuple[Tensor | None, Any, int] | None = None  # protection worked out for a target, of use next step
         self.evicted = 0
         self.group = 1  # query heads per KV head
 

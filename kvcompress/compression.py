@@ -157,12 +157,25 @@ class Compressor:
         if forward.phase == "decode":
             assert layer.target is not None
             counts = layer.target
+            if self._same_as_last_step(layer, rows):
+                assert layer.guard is not None
+                layer.drop_one(lowest_slot(scores, positions, layer.guard[1]), rows)
+                return
         else:
             total = cache.cap * scores.shape[1] * self.n_layers
             counts = self.parts.allocator.allocate(
                 [scores], [None], cache.full_layers.index(layer) + 1, self.n_layers, total
             )[0]
         self._apply(layer, scores, positions, counts, rows, forward, cache)
+
+    @staticmethod
+    def _same_as_last_step(layer: CompressedLayer, rows: Tensor) -> bool:
+        """True if every row holds one slot per head too many, as when its protection was last worked out."""
+        if layer.guard is None or layer.guard[0] is not layer.target or not isinstance(layer.store, DenseStore):
+            return False
+        if layer.length - layer.guard[2] > MAX_HOLES:
+            return False
+        return bool((layer.counts - layer.target == 1).all()) and bool(rows.all())
 
     def _score(
         self,
@@ -217,11 +230,10 @@ class Compressor:
         protection = budgets.protect(counts, scorer.sinks, scorer.window(counts))
         cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
         decode = forward.phase == "decode"
-        if decode and bool((held - counts == rows[:, None].long()).all()) and isinstance(layer.store, DenseStore):
-            spare = layer.length - int(counts.max())
-            if spare <= MAX_HOLES:
-                slots = lowest_slot(scores, positions, protection)
-                layer.drop_one(slots, rows)
+        if decode and isinstance(layer.store, DenseStore) and layer.length - int(counts.max()) <= MAX_HOLES:
+            if bool((held - counts == rows[:, None].long()).all()):
+                layer.guard = (layer.target, protection, int(counts.max()))
+                layer.drop_one(lowest_slot(scores, positions, protection), rows)
                 return
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
