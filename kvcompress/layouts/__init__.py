@@ -1,1 +1,60 @@
-"""How kept tokens lie in memory."""
+"""How kept tokens lie in memory. The layout follows from the decision; no method chooses it."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompress.layouts.dense import DenseStore, gather_slots
+from kvcompress.layouts.ragged import RaggedStore
+
+Store = DenseStore | RaggedStore
+
+# A dense buffer may waste this share on empty slots; with a growing buffer's headroom of 1/8 what is allocated stays
+# under 1.25 times what is valid.
+DENSE_WASTE = 1.1
+
+__all__ = ["DenseStore", "RaggedStore", "Store", "keep_slots"]
+
+
+def keep_slots(store: Store, mask: torch.Tensor, grow: bool = False) -> Store:
+    """A store that holds copies of the marked slots only, in their order.
+
+    Args:
+        store: what is held now.
+        mask: bool `[B, H, P]` over the held slots; unmarked and empty slots are dropped.
+        grow: give the new buffer headroom at once (in decode, where the next token comes right away).
+    """
+    mask = mask & (store.get("positions") >= 0)
+    counts = mask.sum(-1).cpu()
+    longest = int(counts.max())
+    if counts.numel() * longest <= DENSE_WASTE * int(counts.sum()):
+        return _to_dense(store, mask, counts, longest, grow)
+    device = mask.device
+    flat_index = mask.flatten().nonzero().squeeze(1)
+    channels = {}
+    for name in store.channels:
+        value = store.get(name)
+        value = value.expand(*mask.shape, *value.shape[3:])
+        channels[name] = value.reshape(-1, *value.shape[3:]).index_select(0, flat_index.to(device))
+    return RaggedStore(channels, counts)
+
+
+def _to_dense(store: Store, mask: torch.Tensor, counts: torch.Tensor, longest: int, grow: bool) -> DenseStore:
+    batch, heads, slots = mask.shape
+    even = bool((counts == longest).all())
+    if even:
+        index = mask.nonzero()[:, 2].view(batch, heads, longest)
+    else:
+        # unmarked slots sort to the front: empty slots end up at the left
+        index = torch.sort(mask.to(torch.uint8), dim=-1, stable=True).indices[..., slots - longest :]
+    shared = heads > 1 and even and bool((index == index[:, :1]).all())
+    channels = {}
+    for name in store.channels:
+        value = store.get(name)
+        one_head = value.shape[1] == 1 and (shared or heads == 1)
+        channels[name] = gather_slots(value, index[:, :1] if one_head else index)
+    if not even:
+        channels["positions"] = channels["positions"].masked_fill(~mask.gather(2, index), -1)
+    elif shared and channels["positions"].shape[1] != 1:
+        channels["positions"] = channels["positions"][:, :1].clone()
+    return DenseStore(channels, counts, grow=grow)

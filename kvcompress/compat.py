@@ -1,0 +1,244 @@
+"""Everything that depends on a transformers release: names, registrations, which models are supported, rotation.
+
+No other module imports cache, mask or attention internals of transformers. `tests/test_compat.py` is the contract.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    get_layer_types_and_kwargs,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+Tensor = torch.Tensor
+
+ATTENTION = "kvcompress"
+
+# Verified by tests/test_truth.py against each model's own eager attention.
+VERIFIED = (
+    "cohere2 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2"
+).split()
+
+REFUSED = {
+    "deepseek_v2": "its cache holds MLA latents, which need an adapter of their own",
+    "deepseek_v3": "its cache holds MLA latents, which need an adapter of their own",
+    "deepseek_v32": "its cache holds MLA latents and indexer keys, which need an adapter of their own",
+    "gemma3n_text": "its layers share key-value states",
+}
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+__all__ = [
+    "ATTENTION",
+    "Cache",
+    "CacheLayerMixin",
+    "DynamicCache",
+    "REFUSED",
+    "Rotation",
+    "VERIFIED",
+    "base_model",
+    "bound_arguments",
+    "check_model",
+    "foreign_attention",
+    "layer_types",
+    "max_positions",
+    "new_layers",
+    "register",
+    "rotations",
+    "text_config",
+]
+
+foreign_attention = sdpa_attention_forward
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The decoder's configuration."""
+    return model.config.get_text_config(decoder=True)
+
+
+def base_model(model: PreTrainedModel) -> torch.nn.Module:
+    """The module that makes the attention mask and runs the layers: what the session hooks."""
+    return model.base_model
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Longest sequence the model's positions were made for, or None where the model names none."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """One of "full_attention", "sliding_attention", … per layer."""
+    return get_layer_types_and_kwargs(text_config(model))[0]
+
+
+def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixin]) -> list[CacheLayerMixin]:
+    """Cache layers for a model: ours where attention is full, transformers' own class elsewhere."""
+    types, kwargs = get_layer_types_and_kwargs(text_config(model))
+    return [
+        make_full(i) if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kw)
+        for i, (kind, kw) in enumerate(zip(types, kwargs, strict=True))
+    ]
+
+
+def check_model(model: Any) -> None:
+    """Refuse by name, before any work, a model this library cannot compress.
+
+    Raises:
+        ValueError: names the model type and the reason.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"compress() needs a transformers model, got {type(model).__name__}")
+    kind = model.config.model_type
+    text_kind = text_config(model).model_type
+
+    def refuse(reason: str) -> None:
+        raise ValueError(f"cannot compress {kind!r} ({type(model).__name__}): {reason}. Verified: {', '.join(VERIFIED)}")
+
+    for name in (kind, text_kind):
+        if name in REFUSED:
+            refuse(REFUSED[name])
+    if model.config.is_encoder_decoder:
+        refuse("encoder-decoder models are not supported")
+    if not getattr(text_config(model), "is_causal", True) or not model.can_generate() and not _is_decoder(model):
+        refuse("it is not a causal decoder, so it has no KV cache to compress")
+    unsupported = sorted(set(layer_types(model)) - SUPPORTED_LAYERS) if _has_attention_layers(model) else ["state-space"]
+    if unsupported:
+        refuse(f"it has layers without a per-token KV cache that we can hold ({', '.join(unsupported)})")
+    if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
+        refuse("its attention does not go through transformers' AttentionInterface")
+
+
+def _is_decoder(model: PreTrainedModel) -> bool:
+    """A decoder without a language-model head, such as LlamaModel."""
+    return "cache" in inspect.signature(model.forward).parameters and not getattr(model.config, "is_decoder", None) is False
+
+
+def _has_attention_layers(model: PreTrainedModel) -> bool:
+    parameters = inspect.signature(base_model(model).forward).parameters
+    return "cache" in parameters and "cache_params" not in parameters
+
+
+def bound_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward call by name; the cache under `cache` whatever the caller called it."""
+    named = dict(kwargs)
+    if args:
+        names = [n for n in inspect.signature(type(module).forward).parameters if n != "self"]
+        named.update(zip(names, args, strict=False))
+    if "past_key_values" in named:
+        named["cache"] = named.pop("past_key_values")
+    return named
+
+
+def register(attention: Callable[..., Any]) -> None:
+    """Register our attention and mask under one name of their own; nothing of transformers' is replaced."""
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """None for full-attention layers, whose visibility comes from positions; the stock mask for windowed layers."""
+    if kwargs.get("local_size") is None and not args:
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How one layer rotates its keys (RoPE): not at all, in half-split pairs, or in interleaved pairs.
+
+    Only relative angles are used, so a scale that the model multiplies into its rotation stays in the keys.
+
+    Attributes:
+        style: "none", "half" or "interleaved".
+        inv_freq: float32 `[R / 2]`; the first R of the head's dimensions are rotated.
+    """
+
+    style: str
+    inv_freq: Tensor | None = None
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `keys [B, H, n, D]` by `positions`, integers that broadcast to `[B, H, n]`."""
+        if self.style == "none":
+            return keys
+        assert self.inv_freq is not None
+        angle = positions.to(keys.device)[..., None].float() * self.inv_freq.to(keys.device)
+        cos, sin = angle.cos(), angle.sin()
+        r = 2 * self.inv_freq.numel()
+        x, rest = keys[..., :r].float(), keys[..., r:]
+        if self.style == "half":
+            a, b = x.chunk(2, dim=-1)
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        else:
+            a, b = x[..., 0::2], x[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        return torch.cat([turned.to(keys.dtype), rest], dim=-1)
+
+    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Undo `rotate`."""
+        return self.rotate(keys, -positions)
+
+
+@torch.no_grad()
+def rotations(model: PreTrainedModel) -> list[Rotation]:
+    """How each layer rotates its keys, found by checking candidates against keys the model makes.
+
+    A sequence of one token attends only to itself, so its keys at two positions differ by the rotation alone, in
+    every layer.
+
+    Raises:
+        ValueError: if the rotation depends on the sequence length, or matches no known form.
+    """
+    rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
+    kinds = {str(k) for m in rotary for k in _rope_types(m)}
+    if varying := kinds & {"dynamic", "longrope"}:
+        raise ValueError(f"rotation of {model.config.model_type!r} depends on the length ({', '.join(varying)} RoPE scaling)")
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    keys = []
+    for position in (3, 11):
+        cache = DynamicCache(config=text_config(model))
+        base_model(model)(input_ids=token, position_ids=token + position, cache=cache, use_cache=True)
+        keys.append([layer.keys for layer in cache.layers])
+    frequencies = [b.float() for m in rotary for n, b in m.named_buffers() if n.endswith("inv_freq") and "original" not in n]
+    candidates = [Rotation("none")] + [Rotation(s, f) for f in frequencies for s in ("half", "interleaved")]
+    return [_fit(candidates, a, b, i, model) for i, (a, b) in enumerate(zip(*keys, strict=True))]
+
+
+def _rope_types(module: Any) -> list[Any]:
+    kind = getattr(module, "rope_type", "default")
+    return list(kind.values()) if isinstance(kind, dict) else [kind]
+
+
+def _fit(candidates: list[Rotation], before: Tensor, after: Tensor, layer: int, model: PreTrainedModel) -> Rotation:
+    tolerance = 1e-4 if before.dtype == torch.float32 else 3e-2
+    delta = torch.tensor([[[8]]])
+    for rotation in candidates:
+        if rotation.inv_freq is not None and 2 * rotation.inv_freq.numel() > before.shape[-1]:
+            continue
+        error = (rotation.rotate(before, delta) - after).float().norm() / after.float().norm().clamp(min=1e-12)
+        if error < tolerance:
+            return rotation
+    raise ValueError(f"layer {layer} of {model.config.model_type!r} rotates its keys in a way that is not known")
+
+
+def is_empty_dynamic(cache: Any) -> bool:
+    """True for a cache that `generate` made and nothing was written to."""
+    return isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
+
+
+def is_plain_layer(layer: Any) -> bool:
+    """True for a layer class that holds keys and values and grows."""
+    return isinstance(layer, DynamicLayer)

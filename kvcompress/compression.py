@@ -1,0 +1,347 @@
+"""Decide, then apply in one place: what a session does with a method's parts after each layer's attention.
+
+Observes what the scorer needs, asks scorer and allocator when the schedule says so, turns scores and counts into a set
+of slots with sinks and window in it by construction, and has the layer keep that set.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcompress import budget as budgets
+from kvcompress.cache import CompressedCache, CompressedLayer, Forward
+from kvcompress.layouts import DenseStore
+from kvcompress.method import LayerView, Method, Needs, Observed
+
+if TYPE_CHECKING:
+    from kvcompress.attention import Features
+
+Tensor = torch.Tensor
+
+MAX_HOLES = 16  # slots emptied in place, one per decode step, before a layer is compacted
+
+
+class Compressor:
+    """The runtime of one method in one session: no state of a sequence, which lives in the cache's layers."""
+
+    def __init__(self, method: Method, n_layers: int):
+        self.method = method
+        self.parts = method.parts()
+        self.n_layers = n_layers
+        self.limited = method.limited and self.parts.scorer is not None
+        scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
+        self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
+        for name in ("hidden", "prerope", "extra_passes"):
+            if getattr(self.needs, name):
+                raise ValueError(f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe")
+        self.kernels: set[str] = set()
+        self.seconds = 0.0
+
+    # ------------------------------------------------------------------ what attention asks
+
+    @property
+    def wants_mass(self) -> bool:
+        return self.needs.mass
+
+    @property
+    def wants_probabilities(self) -> bool:
+        """True if a decode step's attention weights are used: then they are computed once, with the output."""
+        return self.needs.mass or (self.needs.window == 1 and self.parts.schedule.every is not None)
+
+    @property
+    def reads_all(self) -> bool:
+        return self.parts.reader.reads_all
+
+    def kernel(self, name: str) -> None:
+        """Note which attention kernel ran."""
+        self.kernels.add(name)
+
+    def select(self, layer: CompressedLayer, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor | None:
+        """Slots the reader lets a decode query attend to, `[B, H_kv or H, n]`, or None for all."""
+        view = self._view(layer, keys, values, positions, "decode", q.shape[1] // keys.shape[1], layer.counts[:, 0])
+        return self.parts.reader.select(q, view, layer.state)
+
+    # ------------------------------------------------------------------ observing
+
+    def add_mass(self, layer: CompressedLayer, mass: Tensor) -> None:
+        """Add attention mass `[B, H_kv, G, P]` to the slots' sums, held as `[B, H_kv, P, G]` float32."""
+        store, mass = layer.held(), mass.transpose(2, 3)
+        if "mass" not in store.channels:
+            store.put("mass", mass.contiguous())
+        elif isinstance(store, DenseStore):
+            store.get("mass").add_(mass)
+        else:
+            store.put("mass", store.get("mass") + mass)
+
+    def _remember_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
+        """Keep the last W real queries of each row `[B, H, W, D]` and their positions `[B, W]`, newest last."""
+        size = self.needs.window
+        positions = forward.on("positions", q.device).expand(q.shape[0], -1).long()
+        if "queries" in layer.state:
+            q = torch.cat([layer.state["queries"], q[:, :, -size:] if forward.real is None else q], dim=2)
+            new = positions[:, -size:] if forward.real is None else positions
+            positions = torch.cat([layer.state["query_positions"], new], dim=1)
+        if forward.real is None and "queries" not in layer.state:
+            q, positions = q[:, :, -size:], positions[:, -size:]
+        elif positions.shape[1] > size or bool((positions < 0).any()):
+            # real queries to the right, in order: the last W columns are then the last W real ones
+            order = torch.sort((positions >= 0).to(torch.uint8), dim=1, stable=True).indices[:, -size:]
+            positions = positions.gather(1, order)
+            q = q.gather(2, order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        layer.state["queries"], layer.state["query_positions"] = q.clone(), positions.clone()
+
+    # ------------------------------------------------------------------ deciding and applying
+
+    def after_attention(self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features) -> None:
+        """Called once per layer and forward, when the output that used the un-evicted keys is computed."""
+        cache = layer.cache()
+        if not self.limited or cache is None or cache.forward is None:
+            return
+        forward, schedule = cache.forward, self.parts.schedule
+        if self.needs.window and (forward.phase == "prompt" or (forward.phase == "decode" and schedule.every is not None)):
+            if self.needs.window > 1 or forward.phase == "prompt":
+                self._remember_queries(layer, q, forward)
+        rows = self._due(layer, cache, forward)
+        if rows is None:
+            return
+        start = time.perf_counter()
+        if forward.phase == "decode" or self.parts.allocator.scope == "layer":
+            self._compress([layer], rows, probabilities, features, forward, cache)
+        else:
+            self._score_later(layer, rows, probabilities, features, forward, cache)
+        self.seconds += time.perf_counter() - start
+
+    def _due(self, layer: CompressedLayer, cache: CompressedCache, forward: Forward) -> Tensor | None:
+        """Rows to compress in this layer now, bool `[B]` on the CPU, or None."""
+        schedule, counts = self.parts.schedule, layer.counts
+        if forward.phase == "prompt":
+            if not schedule.prompt or cache.cap is None:
+                return None
+            layer.target = cache.cap[:, None].expand_as(counts).clone()
+            if self.parts.allocator.scope != "layer":
+                rows = torch.ones(len(counts), dtype=torch.bool)
+            else:
+                rows = (counts.sum(1) > cache.cap * counts.shape[1]) | (counts > layer.target).any(1)
+        elif forward.phase == "decode" and schedule.every is not None and layer.target is not None:
+            over = counts - layer.target
+            rows = (over > 0).any(1)
+            if schedule.align == "row":
+                rows = (over >= schedule.every).any(1)
+            else:
+                assert cache.real is not None
+                rows &= (cache.real % schedule.every) == 0
+            rows &= forward.added > 0
+        else:
+            return None
+        return rows if bool(rows.any()) else None
+
+    def _compress(
+        self,
+        layers: list[CompressedLayer],
+        rows: Tensor,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
+        scorer = self.parts.scorer
+        assert scorer is not None and cache.cap is not None
+        layer = layers[0]
+        scores, positions = self._score(layer, probabilities, features, forward, cache)
+        if forward.phase == "decode":
+            assert layer.target is not None
+            counts = layer.target
+        else:
+            total = cache.cap * scores.shape[1] * self.n_layers
+            counts = self.parts.allocator.allocate([scores], [None], 1, self.n_layers, total)[0]
+        self._apply(layer, scores, positions, counts, rows, forward, cache)
+
+    def _score(
+        self, layer: CompressedLayer, probabilities: Tensor | None, features: Features, forward: Forward, cache: CompressedCache
+    ) -> tuple[Tensor, Tensor]:
+        scorer = self.parts.scorer
+        assert scorer is not None and cache.cap is not None
+        keys, values = layer.keys_values()
+        positions = layer.positions()
+        observed = LayerObserved(layer, keys, positions, probabilities, features, forward)
+        kept = torch.minimum(cache.cap, layer.counts.amax(1))
+        view = self._view(layer, keys, values, positions.expand(-1, keys.shape[1], -1), forward.phase, observed.group, kept)
+        scores = scorer.score(view, observed, layer.state)
+        shape = (keys.shape[0], keys.shape[1], keys.shape[2])
+        if scores.shape != shape or scores.dtype != torch.float32:
+            raise ValueError(f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 {shape}")
+        return scores, positions
+
+    def _view(
+        self, layer: CompressedLayer, keys: Tensor, values: Tensor, positions: Tensor, phase: str, group: int, kept: Tensor
+    ) -> LayerView:
+        cache = layer.cache()
+        assert cache is not None and cache.real is not None
+        return LayerView(layer.index, self.n_layers, keys, values, positions, cache.real, kept, phase, group)
+
+    def _apply(
+        self,
+        layer: CompressedLayer,
+        scores: Tensor,
+        positions: Tensor,
+        counts: Tensor,
+        rows: Tensor,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
+        """Keep `counts` slots per head in the given rows, all of them elsewhere."""
+        held = layer.counts
+        counts = torch.where(rows[:, None], torch.minimum(counts.cpu(), held), held)
+        scorer = self.parts.scorer
+        assert scorer is not None
+        protection = budgets.protect(counts, scorer.sinks, scorer.window(counts))
+        cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
+        decode = forward.phase == "decode"
+        if decode and bool((held - counts == rows[:, None].long()).all()) and isinstance(layer.store, DenseStore):
+            spare = layer.length - int(counts.max())
+            if spare <= MAX_HOLES:
+                slots = lowest_slot(scores, positions, protection)
+                layer.drop_one(slots, rows)
+                return
+        layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
+        if not decode:
+            layer.target = counts
+
+    # ------------------------------------------------------------------ allocators that look at several layers
+
+    def _score_later(
+        self,
+        layer: CompressedLayer,
+        rows: Tensor,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
+        scores, _ = self._score(layer, probabilities, features, forward, cache)
+        layer.held().put("score", scores[..., None])
+        if self.parts.allocator.scope == "cascade":
+            self._allocate_scored(cache, forward)
+
+    def _allocate_scored(self, cache: CompressedCache, forward: Forward) -> None:
+        """Share the budget among the layers scored so far and trim each to its new count."""
+        scored = [layer for layer in cache.full_layers if layer.store is not None and "score" in layer.store.channels]
+        if not scored or cache.cap is None:
+            return
+        scores = [layer.held().get("score").squeeze(-1) for layer in scored]
+        total = cache.cap * scores[0].shape[1] * self.n_layers
+        counts = self.parts.allocator.allocate(scores, [None] * len(scored), len(scored), self.n_layers, total)
+        for layer, layer_scores, wanted in zip(scored, scores, counts, strict=True):
+            everyone = torch.ones(len(wanted), dtype=torch.bool)
+            if bool((layer.counts > wanted.cpu()).any()):
+                self._apply(layer, layer_scores, layer.positions(), wanted, everyone, forward, cache)
+            layer.target = torch.minimum(wanted.cpu(), layer.counts)
+
+    def end_of_forward(self, cache: CompressedCache) -> None:
+        """Called when all layers have run: allocators that needed all scores decide now."""
+        forward = cache.forward
+        if not self.limited or forward is None or forward.phase != "prompt" or self.parts.allocator.scope == "layer":
+            return
+        start = time.perf_counter()
+        if self.parts.allocator.scope == "all":
+            self._allocate_scored(cache, forward)
+        for layer in cache.full_layers:
+            if layer.store is not None:
+                layer.store.drop_channel("score")
+        self.seconds += time.perf_counter() - start
+
+
+class LayerObserved(Observed):
+    """What was seen of one layer in this forward and, through its state, before."""
+
+    def __init__(
+        self,
+        layer: CompressedLayer,
+        keys: Tensor,
+        positions: Tensor,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+    ):
+        self.layer, self.keys, self.positions = layer, keys, positions
+        self.probabilities, self.features, self.forward = probabilities, features, forward
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        if self.probabilities is not None:
+            return self.probabilities.shape[2]
+        if "queries" in self.layer.state:
+            return self.layer.state["queries"].shape[1] // self.keys.shape[1]
+        store = self.layer.held()
+        return store.channels["mass"].shape[-1] if "mass" in store.channels else 1
+
+    def window(self, size: int) -> tuple[Tensor, Tensor]:
+        from kvcompress.attention import _softmax_block, visible
+
+        if size == 1 and self.probabilities is not None:
+            real = self.forward.on("positions", self.keys.device) >= 0
+            return self.probabilities, real.expand(self.keys.shape[0], -1)
+        if "queries" not in self.layer.state:
+            raise ValueError("the scorer asks for a window of queries it did not declare in `needs`")
+        queries, at = self.layer.state["queries"][:, :, -size:], self.layer.state["query_positions"][:, -size:]
+        allowed = visible(self.positions, at, self.features.window)
+        _, p = _softmax_block(queries, self.keys, self.keys[..., :1], allowed, self.features)
+        return p.masked_fill((at < 0)[:, None, None, :, None], 0.0), at >= 0
+
+    @property
+    def mass(self) -> Tensor:
+        store = self.layer.held()
+        if "mass" not in store.channels:
+            raise ValueError("the scorer asks for attention mass it did not declare in `needs`")
+        return store.get("mass").transpose(2, 3)
+
+
+def _guarded(positions: Tensor, protection: budgets.Protection) -> tuple[Tensor, Tensor]:
+    """(held, protected) bool `[B, H, P]`: non-empty slots, and those among the first sinks or the last window of them."""
+    held = positions >= 0
+    rank = held.cumsum(-1) - 1
+    number = held.sum(-1, keepdim=True)
+    sinks, window = (x.to(positions.device)[..., None] for x in (protection.sinks, protection.window))
+    return held, held & ((rank < sinks) | (rank >= number - window))
+
+
+def top_slots(scores: Tensor, positions: Tensor, counts: Tensor, protection: budgets.Protection) -> Tensor:
+    """The slots to keep: the protected ones, then the highest scores; ties go to the earlier position.
+
+    Args:
+        scores: float32 `[B, H, P]`, positions int `[B, H or 1, P]`, -1 = empty.
+        counts: LongTensor `[B, H]`, slots to keep, at most what is held.
+        protection: per head `[B, H]`.
+
+    Returns:
+        bool `[B, H, P]` with exactly `counts` true values per head.
+
+    Raises:
+        ValueError: if a held slot's score is NaN.
+    """
+    held, guarded = _guarded(positions, protection)
+    candidate = (held & ~guarded).expand_as(scores)
+    if bool((scores.isnan() & candidate).any()):
+        raise ValueError("a score is NaN")
+    lowest = torch.finfo(torch.float32).min
+    ranked = scores.clamp(min=lowest).masked_fill(~candidate, float("-inf"))
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    guarded = guarded.expand_as(scores)
+    free = (counts.to(scores.device) - guarded.sum(-1)).clamp(min=0)
+    take = torch.arange(scores.shape[-1], device=scores.device) < free[..., None]
+    return guarded | (torch.zeros_like(candidate).scatter_(2, order, take) & candidate)
+
+
+def lowest_slot(scores: Tensor, positions: Tensor, protection: budgets.Protection) -> Tensor:
+    """The one slot per head to drop, `[B, H, 1]`: the lowest score; of ties the latest position goes."""
+    held, guarded = _guarded(positions, protection)
+    candidate = (held & ~guarded).expand_as(scores)
+    highest = torch.finfo(torch.float32).max
+    ranked = scores.clamp(max=highest).masked_fill(~candidate, float("inf"))
+    return scores.shape[-1] - 1 - ranked.flip(-1).argmin(dim=-1, keepdim=True)
+
+

@@ -1,0 +1,95 @@
+"""The decoding loop of a session: its stop rules and timing points are ours, whatever the release of transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Generation:
+    """What was generated.
+
+    Attributes:
+        tokens: per row, without the stop token.
+        finished: per row, "stop" or "length".
+        step_s: seconds of each decode forward, device work included.
+        pending: LongTensor `[B, 1]`, the last token picked for each row, which no forward has seen yet.
+    """
+
+    tokens: list[list[int]]
+    finished: list[str]
+    step_s: list[float] = field(default_factory=list)
+    pending: Tensor | None = None
+
+
+def pick(logits: Tensor, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None) -> Tensor:
+    """Next token of each row from `logits [B, V]` → LongTensor `[B]`; greedy at temperature 0."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k > 0:
+        floor = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    if top_p < 1.0:
+        ordered, index = logits.softmax(-1).sort(dim=-1, descending=True)
+        # a token is dropped if the tokens before it already reach top_p
+        dropped = ordered.cumsum(-1) - ordered >= top_p
+        logits = logits.masked_fill(torch.zeros_like(dropped).scatter(1, index, dropped), float("-inf"))
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+def generate(
+    step: Callable[[Tensor, Tensor | None], Tensor],
+    logits: Tensor,
+    max_new_tokens: int,
+    stop: Iterable[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int | None = None,
+) -> Generation:
+    """Decode from `logits [B, V]` with `step(ids [B, 1], real [B] or None) -> logits`.
+
+    The last picked token of each row is not fed: the cache holds exactly the tokens before it. A finished row goes on
+    as padding, which gets no position.
+
+    Raises:
+        ValueError: for settings outside their range.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; at least 1")
+    if temperature < 0 or not 0.0 < top_p <= 1.0 or top_k < 0:
+        raise ValueError(f"temperature={temperature}, top_p={top_p}, top_k={top_k}: need >= 0, in (0, 1], >= 0")
+    batch, stops = logits.shape[0], set(stop)
+    generator = None
+    if temperature > 0 and seed is not None:
+        generator = torch.Generator(device=logits.device).manual_seed(seed)
+    result = Generation([[] for _ in range(batch)], ["length"] * batch)
+    alive = torch.ones(batch, dtype=torch.bool)
+    last = torch.zeros(batch, 1, dtype=torch.long, device=logits.device)
+    for number in range(max_new_tokens):
+        tokens = pick(logits, temperature, top_p, top_k, generator)
+        for row, token in enumerate(tokens.tolist()):
+            if not alive[row]:
+                continue
+            last[row] = token
+            if token in stops:
+                alive[row] = False
+                result.finished[row] = "stop"
+            else:
+                result.tokens[row].append(token)
+        if not bool(alive.any()) or number == max_new_tokens - 1:
+            break
+        start = time.perf_counter()
+        logits = step(tokens[:, None], None if bool(alive.all()) else alive)
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)
+        result.step_s.append(time.perf_counter() - start)
+    result.pending = last
+    return result

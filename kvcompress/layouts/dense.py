@@ -1,0 +1,133 @@
+"""Dense layout: every row and head holds the same number of slots in one rectangular buffer."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+BLOCK = 64  # slots: the smallest headroom a growing buffer gets
+
+
+def headroom(length: int) -> int:
+    """Spare slots a buffer of `length` slots is given, so that growth costs O(1) copies per token on average."""
+    return max(BLOCK, length // 8)
+
+
+def exact(source: Tensor) -> Tensor:
+    """A copy that owns exactly its own storage, so that what it was cut from can be freed."""
+    return source.clone(memory_format=torch.contiguous_format)
+
+
+class DenseStore:
+    """Named channels `[B, H or 1, capacity, ...]`; slots 0..length-1 are held, in positional order.
+
+    Rows or heads that hold fewer tokens have empty slots (position -1) at the left, so that all append at the same
+    column. A channel that is equal for all heads is stored once, with a head dimension of 1.
+    """
+
+    kind = "dense"
+
+    def __init__(self, channels: dict[str, Tensor], counts: Tensor, grow: bool = False):
+        """Hold `channels` (dim 2 = slots), which the caller gives up.
+
+        Args:
+            channels: `positions` and whatever the codec made.
+            counts: LongTensor `[B, H]` on the CPU, non-empty slots.
+            grow: give the buffer headroom at once, where more tokens are sure to come.
+        """
+        self.length = channels["positions"].shape[2]
+        self.channels = channels
+        self.counts = counts
+        if grow:
+            self._reallocate(self.length + headroom(self.length))
+
+    @classmethod
+    def of(cls, channels: dict[str, Tensor], counts: Tensor, grow: bool = False) -> DenseStore:
+        """A store that owns copies of `channels`, whose storages it does not share."""
+        return cls(channels if grow else {name: exact(value) for name, value in channels.items()}, counts, grow)
+
+    @property
+    def capacity(self) -> int:
+        return self.channels["positions"].shape[2]
+
+    @property
+    def full(self) -> bool:
+        """True if no held slot is empty, so that no mask is needed to read them."""
+        return int(self.counts.min()) == self.length
+
+    def get(self, name: str) -> Tensor:
+        """The held slots of a channel, `[B, H or 1, length, ...]`; a view."""
+        return self.channels[name][:, :, : self.length]
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Set or add a channel from `[B, H or 1, length, ...]`."""
+        if self.capacity == self.length:
+            self.channels[name] = value
+            return
+        buffer = value.new_zeros((*value.shape[:2], self.capacity, *value.shape[3:]))
+        buffer[:, :, : self.length] = value
+        self.channels[name] = buffer
+
+    def drop_channel(self, name: str) -> None:
+        self.channels.pop(name, None)
+
+    def append(self, new: dict[str, Tensor], real: Tensor | None, added: Tensor) -> None:
+        """Add columns. `new` channels `[B, H or 1, n, ...]`; `added` LongTensor `[B]`: real tokens per row."""
+        n = new["positions"].shape[2]
+        if self.length + n > self.capacity:
+            self._reallocate(self.length + n + headroom(self.length + n))
+        for name, buffer in self.channels.items():
+            if name in new:
+                if new[name].shape[1] > buffer.shape[1]:
+                    buffer = self.channels[name] = buffer.expand(-1, new[name].shape[1], *buffer.shape[2:]).clone()
+                buffer[:, :, self.length : self.length + n] = new[name]
+            else:
+                buffer[:, :, self.length : self.length + n] = 0
+        self.length += n
+        self.counts = self.counts + added[:, None]
+
+    def _reallocate(self, capacity: int) -> None:
+        for name, old in self.channels.items():
+            buffer = torch.empty((*old.shape[:2], capacity, *old.shape[3:]), dtype=old.dtype, device=old.device)
+            buffer[:, :, : self.length] = old[:, :, : self.length]
+            self.channels[name] = buffer
+
+    def mark_empty(self, slots: Tensor, rows: Tensor) -> None:
+        """Empty one slot per row and head without moving the others. `slots` `[B, H, 1]`; `rows` bool `[B]`, CPU."""
+        positions = self.channels["positions"]
+        if positions.shape[1] != slots.shape[1]:
+            positions = self.channels["positions"] = positions.expand(-1, slots.shape[1], -1).clone()
+        if bool(rows.all()):
+            positions.scatter_(2, slots, -1)
+        else:
+            keep = positions.gather(2, slots)
+            positions.scatter_(2, slots, torch.where(rows.to(slots.device)[:, None, None], -1, keep))
+        self.counts = self.counts - rows[:, None].long()
+
+    def select_rows(self, index: Tensor) -> None:
+        """Reorder, repeat or drop batch rows."""
+        self.channels = {name: value.index_select(0, index.to(value.device)) for name, value in self.channels.items()}
+        self.counts = self.counts.index_select(0, index.cpu())
+
+    def fork(self) -> DenseStore:
+        copy = DenseStore.__new__(DenseStore)
+        copy.length, copy.counts = self.length, self.counts.clone()
+        copy.channels = {name: exact(value) for name, value in self.channels.items()}
+        return copy
+
+
+def gather_slots(value: Tensor, index: Tensor) -> Tensor:
+    """Take slots `index [B, H, m]` of a channel `[B, H or 1, P, ...]` → a fresh `[B, H, m, ...]`."""
+    batch, heads, m = index.shape
+    if value.shape[1] == 1 and heads > 1:
+        value = value.expand(-1, heads, *value.shape[2:])
+    if value.dim() == 3:
+        return value.gather(2, index)
+    if value.stride(-1) == 1 and value.dim() == 4 and batch * heads <= 64:
+        # one row copy per slot beats gather's one load per number
+        return torch.stack([value[b, h].index_select(0, index[b, h]) for b in range(batch) for h in range(heads)]).view(
+            batch, heads, m, value.shape[-1]
+        )
+    tail = value.shape[3:]
+    return value.gather(2, index.view(batch, heads, m, *([1] * len(tail))).expand(-1, -1, -1, *tail))
