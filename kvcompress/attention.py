@@ -97,7 +97,7 @@ def _windowed_layer(
         total = k.shape[2]
         allowed = torch.ones(n, total, dtype=torch.bool, device=q.device).tril(total - n)[None, None]
     else:
-        allowed = mask
+        allowed = mask | ~mask.any(-1, keepdim=True)  # a padding query sees nothing: keep its row finite
     output = torch.empty_like(q)
     for rows in _blocks(n, q, k):
         output[:, :, rows], _ = _softmax_block(q[:, :, rows], k, v, allowed[:, :, rows], features)

@@ -191,7 +191,7 @@ class CompressedLayer(CacheLayerMixin):
         copy.store = None if self.store is None else self.store.fork()
         copy.seen, copy.evicted, copy.is_initialized = self.seen, self.evicted, self.is_initialized
         if self.store is not None:
-            copy.device, copy.dtype = self.device, self.dtype
+            copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
         copy.state = {k: v.clone() for k, v in self.state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy
@@ -240,7 +240,8 @@ class CompressedCache(Cache):
         """What to add to original positions to get the compact positions of new tokens, `[B, 1, 1]`."""
         if layer.store is None or self.real is None:
             return 0
-        return (layer.counts[:, 0] - self.real).view(-1, 1, 1).to(layer.device)
+        added = 0 if self.forward is None else self.forward.added  # already part of `real`, not yet held
+        return (layer.counts[:, 0] - self.real + added).view(-1, 1, 1).to(layer.device)
 
     def held_rows(self) -> Tensor:
         """Tokens held per row by the first full-attention layer's first head, LongTensor `[B]` on the CPU."""

@@ -156,7 +156,7 @@ class Compressor:
             counts = layer.target
         else:
             total = cache.cap * scores.shape[1] * self.n_layers
-            counts = self.parts.allocator.allocate([scores], [None], 1, self.n_layers, total)[0]
+            counts = self.parts.allocator.allocate([scores], [None], cache.full_layers.index(layer) + 1, self.n_layers, total)[0]
         self._apply(layer, scores, positions, counts, rows, forward, cache)
 
     def _score(
@@ -208,7 +208,8 @@ class Compressor:
                 return
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
-            layer.target = counts
+            assert layer.target is not None
+            layer.target = torch.where(rows[:, None], counts, layer.target)  # other rows may still grow to their cap
 
     # ------------------------------------------------------------------ allocators that look at several layers
 

@@ -112,15 +112,21 @@ class Session:
         named = compat.bound_arguments(module, args, kwargs)
         if named.get("use_cache") is False:
             raise ValueError("use_cache=False leaves nothing to compress: drop it, or call the model outside compress()")
-        if named.get("output_attentions"):
+        if named.get("output_attentions") or getattr(module.config, "output_attentions", False):
             raise ValueError("output_attentions=True is not available under compress(): attention weights are never built")
         tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
         if tokens is None or tokens.shape[1] == 0 or tokens.shape[0] == 0:
             raise ValueError("the prompt is empty: give at least one token")
         named["cache"] = cache = self._adopt(named.get("cache"))
         named["use_cache"] = True
-        cache.forward = forward = self._describe(cache, tokens, named.get("attention_mask"))
-        self._check_length(cache, forward)
+        unchanged = cache.real, cache.cap, cache.columns
+        try:
+            forward = self._describe(cache, tokens, named.get("attention_mask"))
+            self._check_length(cache, forward)
+        except ValueError:  # a refused forward leaves no trace
+            cache.real, cache.cap, cache.columns = unchanged
+            raise
+        cache.forward = forward
         if cache.columns is not None and named.get("attention_mask") is None:
             named["attention_mask"] = cache.columns.to(tokens.device)
         if self._rotations is not None:
@@ -172,7 +178,7 @@ class Session:
         else:
             added = real.sum(1)
             positions = torch.where(real, before[:, None] + real.long().cumsum(1) - 1, -1)
-            if cache.real is None and bool((added == 0).any()):
+            if cache.real is None and self._real is None and bool((added == 0).any()):
                 raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         self._note_columns(cache, real, batch, length)
         cache.real = before + added
@@ -278,6 +284,8 @@ class Session:
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
         cache = self._current()
+        if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
+            raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         limit = compat.max_positions(self.model)
         if chunk is None and self._rotations is not None and limit is not None and ids.shape[1] > limit:
             chunk = self._streaming_chunk(limit)

@@ -258,6 +258,8 @@ class LoopTOVA(Loop):
 
 @dataclass
 class LoopSnapKV(Loop):
+    """The last `window` queries observe; where the cap is too small, fewer of their tokens are protected."""
+
     window: int = 32
     kernel: int = 7
     pooling: str = "max"
@@ -288,10 +290,10 @@ class LoopSnapKV(Loop):
                 continue
             prefix, recent = columns[: len(columns) - window], columns[len(columns) - window :]
             per_head = [[0.0] * len(prefix) for _ in range(query.shape[0] // key.shape[0])]
-            for at in recent:
+            for at in [c for c in range(offset, self.reference.seen) if self.reference.mask[b, c]][-self.window :]:
                 for g, probabilities in enumerate(self.probabilities(query, key, scaling, h, columns, offset, at)):
                     for j, c in enumerate(prefix):
-                        per_head[g][j] += probabilities[c]
+                        per_head[g][j] += probabilities.get(c, 0.0)
             if self.reduce_first:
                 pooled = self._pool(self._reduce(per_head))
             else:

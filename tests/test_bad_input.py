@@ -241,7 +241,7 @@ def test_compact_positions_take_a_prompt_longer_than_the_positions():
         assert session.cache.kept_tokens().unique().tolist() == [16]
         assert session.cache.positions(0)[0, 0].tolist() == [0, 1, *range(146, 160)]
         assert len(session.generate(40).tokens[0]) == 40
-    with compress(model, StreamingLLM(budget=16, sinks=2)) as session, pytest.raises(ValueError, match="32"):
+    with compress(model, StreamingLLM(budget=16, sinks=2, positions="original")) as session, pytest.raises(ValueError, match="32"):
         session.prefill(random_ids(1, 160))
 
 

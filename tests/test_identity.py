@@ -159,6 +159,123 @@ def test_a_stop_token_ends_its_row_and_only_its_row():
         generated = session.generate(20, stop=(stop,))
         assert generated.tokens == [first[:at], second]
         assert generated.finished == ["stop", "length"]
+        # what the finished row goes on producing is held nowhere; the last token of the other is not fed yet
+        assert session.cache.kept_tokens()[:, 0].unique().tolist() == [PROMPT + at]
+        assert session.cache.kept_tokens()[:, 1].unique().tolist() == [6 + 19]
+
+
+@pytest.mark.parametrize("name", [name for name in EVICTING if name != "Random"])
+def test_a_finished_row_does_not_disturb_the_others(name):
+    """Rows that stop at different steps generate what they generate alone, evictions in decode included."""
+    model = stock()
+    ids, mask = left_padded([PROMPT, 6, 9])
+    with compress(model, make(name, 0.5)) as session:
+        session.prefill(ids, attention_mask=mask)
+        tokens = session.generate(24).tokens
+        stops = {tokens[0][4], tokens[1][11]}
+        session.prefill(ids, attention_mask=mask)
+        together = session.generate(24, stop=stops)
+        kept = session.cache.kept_tokens()
+        for row, length in enumerate((PROMPT, 6, 9)):
+            session.prefill(ids[row : row + 1, PROMPT - length :])
+            alone = session.generate(24, stop=stops)
+            assert alone.tokens[0] == together.tokens[row] and alone.finished[0] == together.finished[row]
+            assert torch.equal(session.cache.kept_tokens()[:, 0], kept[:, row])
+
+
+@pytest.mark.parametrize("name", ["Full", "H2O"])
+def test_generating_twice_equals_generating_once(name):
+    """A second call goes on where the first ended: no token is repeated, none is lost."""
+    model = stock()
+    ids, mask = left_padded([PROMPT, 6])
+    with compress(model, make(name, 0.5)) as session:
+        session.prefill(ids, attention_mask=mask)
+        once = session.generate(9).tokens
+        session.prefill(ids, attention_mask=mask)
+        first, second = session.generate(4).tokens, session.generate(5).tokens
+    assert [a + b for a, b in zip(first, second, strict=True)] == once
+
+
+def test_a_turn_after_a_generation_sees_every_generated_token():
+    """The last generated token is part of what a later prompt attends to."""
+    model = stock()
+    ids, turn = random_ids(1, PROMPT), random_ids(1, 4, 8)
+    with compress(model, Full()) as session:
+        session.prefill(ids)
+        answer = session.generate(5).tokens
+        got = session.prefill(turn, cache=session.cache).logits
+        session.prefill(ids)
+        assert session.generate(5).tokens == answer
+        appended = session.append(turn)
+    expected = stock_logits(model, torch.cat([ids, torch.tensor(answer), turn], 1))[:, -1]
+    assert (got - expected).abs().max() <= 1e-5
+    assert (appended - expected).abs().max() <= 1e-5
+
+
+def test_generation_continues_the_cache_in_use():
+    """After `model(..., cache=)`, or with another cache put in use, generate continues that one or refuses."""
+    model = stock()
+    ids, more = random_ids(1, PROMPT), random_ids(1, 3, 8)
+    whole = torch.cat([ids, more], 1)
+    expected, _ = stock_greedy(model, whole, torch.ones_like(whole), 6)
+    with compress(model, Full()) as session:
+        session.prefill(ids)
+        model(more, cache=session.cache)
+        try:
+            assert session.generate(6).tokens == expected.tolist()
+        except ValueError as error:
+            assert "logits" in str(error) or "prefill" in str(error)
+        first = session.prefill(whole).cache
+        session.prefill(ids)
+        session.cache = first.fork()
+        try:
+            assert session.generate(6).tokens == expected.tolist()
+        except ValueError as error:
+            assert "logits" in str(error) or "prefill" in str(error)
+
+
+@pytest.mark.parametrize("name", ["Full", "SnapKV", "H2O"])
+def test_prefill_in_chunks_by_generate_equals_the_stock_model(name):
+    """`model.generate(prefill_chunk_size=)` at budget 1.0 is the stock model."""
+    model = stock()
+    ids, mask = left_padded([PROMPT, 7])
+    tokens, _ = stock_greedy(model, ids, mask, 8)
+    with compress(model, make(name, 1.0)):
+        got = model.generate(
+            ids, attention_mask=mask, max_new_tokens=8, do_sample=False, prefill_chunk_size=4, pad_token_id=0
+        )
+    assert torch.equal(got[:, PROMPT:], tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in EVICTING if name != "Random"])
+def test_beams_over_an_evicted_cache_are_independent_per_prompt(name):
+    """Beam search with eviction gives each prompt of a batch what it gives it alone, or is refused clearly."""
+    model = stock()
+    ids = random_ids(2, PROMPT)
+    options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    with compress(model, make(name, 0.5)):
+        try:
+            together = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        except (ValueError, NotImplementedError) as error:
+            assert "beam" in str(error).lower()
+            return
+        for row in range(2):
+            alone = model.generate(ids[row : row + 1], attention_mask=torch.ones_like(ids[:1]), **options)
+            assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_bfloat16_works(name):
+    """Half-precision models compress, decode and stay finite, with the same counts."""
+    model = small_model(num_hidden_layers=2).to(torch.bfloat16)
+    ids, mask = left_padded([16, 9])
+    with compress(model, make(name, 0.5)) as session:
+        assert session.prefill(ids, attention_mask=mask).logits.isfinite().all()
+        kept = 16 if name == "Full" else 8
+        assert session.cache.kept_tokens()[:, 0].unique().tolist() == [kept]
+        session.generate(6)
+        assert session.append(random_ids(2, 3)).isfinite().all()
+        assert session.cache.keys_values(0)[0].dtype == torch.bfloat16
 
 
 def test_generation_ends_when_every_row_has_stopped():

@@ -62,9 +62,9 @@ def test_kept_is_the_smaller_of_length_and_cap_in_order_and_nothing_comes_back(n
 
 @pytest.mark.parametrize("name", EVICTING)
 @quick
-@given(rows=lengths, budget=st.integers(6, 12), seed=st.integers(0, 5))
-def test_int_budgets_are_tokens(name, rows, budget, seed):
-    """An int budget keeps that many tokens in every row that has them, and all of shorter rows."""
+@given(rows=lengths, budget=st.integers(6, 12), seed=st.integers(0, 5), steps=st.integers(0, 8))
+def test_int_budgets_are_tokens(name, rows, budget, seed, steps):
+    """An int budget keeps that many tokens in every row that has them, and all of shorter rows, which may still grow."""
     method = make(name, budget)
     ids, mask = left_padded(rows, seed)
     with compress(MODEL, method) as session:
@@ -72,6 +72,10 @@ def test_int_budgets_are_tokens(name, rows, budget, seed):
         check_kept(method, session, rows, 0)
         assert session.report()["clamped"] is False
         assert session.report()["active"] is (max(rows) > budget)
+        for step in range(steps):
+            mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.long)], 1)
+            feed(MODEL, session.cache, random_ids(len(rows), 1, step), mask)
+            check_kept(method, session, rows, step + 1)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from reference import Loop, LoopH2O, LoopSnapKV, LoopStreamingLLM, LoopTOVA
 from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
 
-from kvcompress import compress
+from kvcompress import attention, compress
 from kvcompress.method import Chunked
 from kvcompress.methods import H2O, TOVA, SnapKV, StreamingLLM
 
@@ -77,9 +78,10 @@ def test_h2o_keeps_what_the_loop_keeps(groups, options):
 
 def test_h2o_lets_generated_tokens_become_heavy_hitters():
     """After many steps some kept token outside the recent window was generated: heavy hitters do not freeze."""
-    loop = follow(H2O(budget=BUDGET), LoopH2O)
-    width = max(LENGTHS)
-    heavy = [c for rows in loop.kept.values() for row in rows for head in row for c in sorted(head)[: BUDGET // 2]]
+    options = {"recent_share": 0.25}
+    loop = follow(H2O(budget=BUDGET, **options), LoopH2O, lengths=[6, 6], later=(1,) * 30, seed=3, **options)
+    width = 6
+    heavy = [c for rows in loop.kept.values() for row in rows for head in row for c in sorted(head)[: BUDGET - 2]]
     assert any(c >= width for c in heavy)
     assert any(c < width for c in heavy)
 
@@ -88,6 +90,16 @@ def test_h2o_lets_generated_tokens_become_heavy_hitters():
 def test_tova_keeps_what_the_loop_keeps(groups):
     """TOVA drops the token its last query attends to least, the same for every head."""
     follow(TOVA(budget=BUDGET), LoopTOVA, groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("method", "loop_class", "options"),
+    [(H2O, LoopH2O, {}), (TOVA, LoopTOVA, {}), (SnapKV, LoopSnapKV, {"window": 3, "kernel": 3})],
+)
+def test_the_size_of_blocks_changes_nothing(method, loop_class, options, monkeypatch):
+    """Attention in blocks of a few queries keeps what the loops keep, in prompt, later turn and decode."""
+    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 400)
+    follow(method(budget=BUDGET, **options), loop_class, later=(1, 9, 1, 1, 1), **options)
 
 
 def test_tova_may_drop_the_newest_token():
@@ -126,7 +138,7 @@ def test_snapkv_shrinks_its_window_when_a_share_is_small(share):
 @pytest.mark.parametrize("budget", [5, BUDGET])
 def test_streaming_llm_keeps_sinks_and_the_most_recent(budget):
     """StreamingLLM holds its sinks and a sliding tail."""
-    follow(StreamingLLM(budget=budget, sinks=4), LoopStreamingLLM, sinks=4)
+    follow(StreamingLLM(budget=budget, sinks=4, positions="original"), LoopStreamingLLM, sinks=4)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +147,7 @@ def test_streaming_llm_keeps_sinks_and_the_most_recent(budget):
         (H2O, LoopH2O, {}),
         (TOVA, LoopTOVA, {}),
         (SnapKV, LoopSnapKV, {"window": 3, "kernel": 3}),
-        (StreamingLLM, LoopStreamingLLM, {"sinks": 2}),
+        (partial(StreamingLLM, positions="original"), LoopStreamingLLM, {"sinks": 2}),
     ],
 )
 @pytest.mark.parametrize("budget", [0.25, 0.5, 10])
@@ -220,7 +232,7 @@ def test_compact_positions_equal_fresh_rotations_of_raw_keys():
             expected = twin(tokens[:, t : t + 1], cache=cache).logits
             assert (got - expected).abs().max() <= 2e-5, f"step {t}"
             cache = evict(cache)
-            keys, _ = session.cache.keys_values(0)
+            keys = session.cache.keys_values(0)[0][session.cache.positions(0) >= 0].view(1, 2, -1, 16)
             assert (keys - cache.layers[0].keys).abs().max() <= 1e-4
             seen = 14 + t + 1
             assert all_held(session)[0][0][0] == [*range(sinks), *range(seen - budget + sinks, seen)]
