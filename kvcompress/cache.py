@@ -75,7 +75,9 @@ class CompressedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store new tokens `[B, H_kv, n, D]`, and hand this layer on to the attention function through `kwargs`."""
         cache = self.cache()
-        if cache is None or cache.forward is None or kwargs is None:
+        if kwargs is None:
+            raise RuntimeError("this model's attention does not hand its keyword arguments to cache.update()")
+        if cache is None or cache.forward is None:
             raise RuntimeError(
                 "this CompressedCache was used outside its session: call the model inside `with compress(model, method)`"
             )
@@ -83,7 +85,9 @@ class CompressedLayer(CacheLayerMixin):
         forward, heads = cache.forward, key_states.shape[1]
         rotation = cache.rotation(self.index)
         if rotation is not None:
-            key_states = rotation.unrotate(key_states, forward.on("positions", key_states.device)[:, None] + cache.shift(self))
+            key_states = rotation.unrotate(
+                key_states, forward.on("positions", key_states.device)[:, None] + cache.shift(self)
+            )
         new = cache.codec.encode(key_states, value_states)
         new["positions"] = forward.on("positions", key_states.device)[:, None].expand(key_states.shape[0], 1, -1)
         if self.store is None:
@@ -175,7 +179,9 @@ class CompressedLayer(CacheLayerMixin):
         store = self.held()
         before = int(store.counts.sum())
         if mask.shape != (*store.counts.shape, store.length):
-            raise ValueError(f"keep() needs a mask of shape {(*store.counts.shape, store.length)}, got {tuple(mask.shape)}")
+            raise ValueError(
+                f"keep() needs a mask of shape {(*store.counts.shape, store.length)}, got {tuple(mask.shape)}"
+            )
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
 
@@ -225,6 +231,7 @@ class CompressedCache(Cache):
         self.cap: Tensor | None = None  # [B] tokens kept per head, None without limit
         self.columns: Tensor | None = None  # bool [B, L] on the CPU, None while no column was padding
         self.clamped = False
+        self.broken = False  # a forward failed half-way
         self.moments: list[dict[str, Any]] = []
         self.kept_max = 0
         self.owner: Any = None
@@ -268,7 +275,9 @@ class CompressedCache(Cache):
     def _full(self, layer: int) -> CompressedLayer:
         chosen = self.layers[layer]
         if not isinstance(chosen, CompressedLayer):
-            raise ValueError(f"layer {layer} is a {type(chosen).__name__}: it keeps transformers' own cache, without positions")
+            raise ValueError(
+                f"layer {layer} is a {type(chosen).__name__}: it keeps transformers' own cache, without positions"
+            )
         return chosen
 
     def nbytes(self) -> dict[str, int]:
@@ -280,7 +289,9 @@ class CompressedCache(Cache):
             the storage of both, `full` = what a DynamicCache would hold for the same real tokens, `other_layers` =
             sliding-window layers.
         """
-        total = dict.fromkeys("keys_values positions scores index headroom host valid allocated full other_layers".split(), 0)
+        total = dict.fromkeys(
+            "keys_values positions scores index headroom host valid allocated full other_layers".split(), 0
+        )
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 total["other_layers"] += sum(_storage(t) for t in (layer.keys, layer.values) if t is not None)

