@@ -347,6 +347,7 @@ class Session:
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
         cache = self._current()
+        self._check_mask(cache, ids, mask)
         if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
             raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         limit = compat.max_positions(self.model)
@@ -359,6 +360,18 @@ class Session:
             logits = self._forward("prompt", ids[:, start:stop], part)
         assert logits is not None and cache.real is not None
         return Prefilled(cache, logits, cache.real.clone())
+
+    @staticmethod
+    def _check_mask(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> None:
+        """Raise ValueError unless a mask covers the new ids, or all columns with them."""
+        if mask is None:
+            return
+        rows, n, seen = ids.shape[0], ids.shape[1], cache.get_seq_length()
+        if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] not in (n, seen + n):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; allowed: {(rows, n)} for the new ids, or {(rows, seen + n)} "
+                "with what the cache has seen"
+            )
 
     def _streaming_chunk(self, limit: int) -> int:
         """The largest chunk that fits the model's positions beside what is held, for compact positions."""

@@ -20,11 +20,21 @@ NAME = "test_masked_reference"
 _active: dict[int, MaskedReference] = {}  # id(attention module) -> the reference that runs it
 
 
+@dataclass
+class Features:
+    """What a layer's attention does beside softmax(q k): its scaling, soft-cap and sinks."""
+
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
 def _masked_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
     """The model's own eager attention, with the reference's keep mask added for this layer."""
     reference = _active[id(module)]
     layer = module.layer_idx
-    reference.captured[layer] = (query.detach().clone(), key.detach().clone(), kwargs.get("scaling"))
+    features = Features(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
+    reference.captured[layer] = (query.detach().clone(), key.detach().clone(), features)
     keep = reference.keep.get(layer)
     assert attention_mask is not None and attention_mask.dim() == 4, "the reference needs eager's 4D mask"
     if keep is not None:
@@ -46,13 +56,13 @@ class MaskedReference:
     """A model over a full-length cache in which `keep[layer]` `[B, H_kv, T]` says which of the first T columns are seen.
 
     Columns past T are visible. Columns are physical: padding included. Use as a context manager; inside, the model
-    answers through `forward`. `captured[layer]` holds the last forward's queries, all keys and the scaling.
+    answers through `forward`. `captured[layer]` holds the last forward's queries, all keys and its features.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.keep: dict[int, Tensor] = {}
-        self.captured: dict[int, tuple[Tensor, Tensor, float]] = {}
+        self.captured: dict[int, tuple[Tensor, Tensor, Features]] = {}
         self.cache = DynamicCache()  # no config: every layer, sliding ones too, holds everything
         self.mask: Tensor | None = None
 
@@ -161,15 +171,15 @@ class Loop:
         if prompt and compress:
             self.caps = [share_or_tokens(self.budget, int(real[b].sum())) for b in range(len(ids))]
         for layer in self.layers if self.layers is not None else sorted(self.reference.captured):
-            query, key, scaling = self.reference.captured[layer]
+            query, key, features = self.reference.captured[layer]
             heads = key.shape[1]
             rows = self.kept.setdefault(layer, [[set() for _ in range(heads)] for _ in range(len(ids))])
             for b in range(len(ids)):
                 for h in range(heads):
                     rows[b][h] |= {c for c in new if real[b, c]}
-                self.observe(layer, b, query[b], key[b], scaling, rows[b], [c for c in new if real[b, c]], before)
+                self.observe(layer, b, query[b], key[b], features, rows[b], [c for c in new if real[b, c]], before)
                 if compress and (prompt or self.in_decode):
-                    self.decide(layer, b, query[b], key[b], scaling, rows[b])
+                    self.decide(layer, b, query[b], key[b], features, rows[b])
             self._write(layer)
         return logits
 
@@ -191,18 +201,23 @@ class Loop:
         offset = int((self.reference.mask[b] == 0).sum())
         return sorted(c - offset for c in columns)
 
-    def probabilities(self, query: Tensor, key: Tensor, scaling: float, h: int, columns: list[int], offset: int, at: int):
+    def probabilities(self, query: Tensor, key: Tensor, features: Features, h: int, columns: list[int], offset: int, at: int):
         """Softmax of the query at column `at` over `columns` (those up to itself), per query head of KV head `h`."""
         group = query.shape[0] // key.shape[0]
         visible = [c for c in columns if c <= at]
         for g in range(group):
-            logits = torch.stack([(query[h * group + g, at - offset] * key[h, c]).sum() * scaling for c in visible])
-            yield dict(zip(visible, torch.softmax(logits.float(), 0).tolist(), strict=True))
+            q = query[h * group + g, at - offset]
+            logits = torch.stack([(q * key[h, c]).sum() * features.scaling for c in visible]).float()
+            if features.softcap is not None:
+                logits = features.softcap * torch.tanh(logits / features.softcap)
+            if features.sinks is not None:
+                logits = torch.cat([logits, features.sinks[h * group + g].float().view(1)])
+            yield dict(zip(visible, torch.softmax(logits, 0).tolist(), strict=False))
 
-    def observe(self, layer, b, query, key, scaling, row, new, offset) -> None:
+    def observe(self, layer, b, query, key, features, row, new, offset) -> None:
         """See the new columns' attention. `row[h]` holds what is visible, the new columns included."""
 
-    def decide(self, layer, b, query, key, scaling, row) -> None:
+    def decide(self, layer, b, query, key, features, row) -> None:
         """Reduce `row[h]` to what the method keeps, and note the choice."""
         raise NotImplementedError
 
@@ -212,17 +227,17 @@ class LoopH2O(Loop):
     recent_share: float = 0.5
     group_reduce: str = "mean"
 
-    def observe(self, layer, b, query, key, scaling, row, new, offset):
+    def observe(self, layer, b, query, key, features, row, new, offset):
         group = query.shape[0] // key.shape[0]
         for h in range(key.shape[0]):
             mass = self.mass.setdefault((layer, b, h), [{} for _ in range(group)])
             columns = sorted(row[h])
             for at in new:
-                for g, probabilities in enumerate(self.probabilities(query, key, scaling, h, columns, offset, at)):
+                for g, probabilities in enumerate(self.probabilities(query, key, features, h, columns, offset, at)):
                     for c, p in probabilities.items():
                         mass[g][c] = mass[g].get(c, 0.0) + p
 
-    def decide(self, layer, b, query, key, scaling, row):
+    def decide(self, layer, b, query, key, features, row):
         cap = self.caps[b]
         recent_count = int(cap * self.recent_share)
         for h in range(len(row)):
@@ -239,7 +254,7 @@ class LoopH2O(Loop):
 
 @dataclass
 class LoopTOVA(Loop):
-    def decide(self, layer, b, query, key, scaling, row):
+    def decide(self, layer, b, query, key, features, row):
         cap, columns = self.caps[b], sorted(row[0])
         assert all(sorted(r) == columns for r in row), "TOVA keeps the same set in every head"
         if len(columns) <= cap:
@@ -248,7 +263,7 @@ class LoopTOVA(Loop):
         offset = self.reference.seen - query.shape[1]
         scores = dict.fromkeys(columns, 0.0)
         for h in range(len(row)):
-            for probabilities in self.probabilities(query, key, scaling, h, columns, offset, last):
+            for probabilities in self.probabilities(query, key, features, h, columns, offset, last):
                 for c, p in probabilities.items():
                     scores[c] += p / query.shape[0]
         for h in range(len(row)):
@@ -280,7 +295,7 @@ class LoopSnapKV(Loop):
             return [max(values) for values in zip(*lists, strict=True)]
         return [sum(values) / len(values) for values in zip(*lists, strict=True)]
 
-    def decide(self, layer, b, query, key, scaling, row):
+    def decide(self, layer, b, query, key, features, row):
         cap = self.caps[b]
         offset = self.reference.seen - query.shape[1]
         window = self.window if cap >= self.window + 1 else min(self.window, cap // 2)
@@ -291,7 +306,7 @@ class LoopSnapKV(Loop):
             prefix, recent = columns[: len(columns) - window], columns[len(columns) - window :]
             per_head = [[0.0] * len(prefix) for _ in range(query.shape[0] // key.shape[0])]
             for at in [c for c in range(offset, self.reference.seen) if self.reference.mask[b, c]][-self.window :]:
-                for g, probabilities in enumerate(self.probabilities(query, key, scaling, h, columns, offset, at)):
+                for g, probabilities in enumerate(self.probabilities(query, key, features, h, columns, offset, at)):
                     for j, c in enumerate(prefix):
                         per_head[g][j] += probabilities.get(c, 0.0)
             if self.reduce_first:
@@ -307,7 +322,7 @@ class LoopSnapKV(Loop):
 class LoopStreamingLLM(Loop):
     sinks: int = 4
 
-    def decide(self, layer, b, query, key, scaling, row):
+    def decide(self, layer, b, query, key, features, row):
         cap = self.caps[b]
         sinks = self.sinks if cap >= self.sinks + 1 else cap - 1
         for h in range(len(row)):

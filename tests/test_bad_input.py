@@ -315,7 +315,10 @@ def test_a_mask_of_the_wrong_width_or_shape_is_refused():
             session.prefill(ids, attention_mask=torch.ones(1, 5, dtype=torch.long))
         with pytest.raises(ValueError, match="mask"):
             model(ids, attention_mask=torch.ones(1, 1, 12, 12))
-        with pytest.raises(ValueError):
+        session.prefill(ids)
+        with pytest.raises(ValueError, match="mask"):
+            session.append(ids, attention_mask=torch.ones(1, 5, dtype=torch.long))
+        with pytest.raises(ValueError, match="rows"):
             session.append(random_ids(2, 3))
 
 

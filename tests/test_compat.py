@@ -10,6 +10,8 @@ import transformers
 from small_models import ARCHITECTURES, random_ids, small_model
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, cache_utils, masking_utils
 
+from kvcompress import compat
+
 VERSION = f"transformers {transformers.__version__}"
 
 
@@ -152,6 +154,23 @@ def test_features_arrive_as_keyword_arguments():
         with torch.no_grad():
             model(random_ids(1, 4))
         expect(seen[layer].get(name) is not None, f"{architecture} passes no {name}")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_rotations_are_those_of_the_model(architecture):
+    """Keys of a whole sequence moved by 5 positions are the keys rotated by 5, in every layer."""
+    model = small_model(architecture)
+    ids, at = random_ids(1, 9), torch.arange(9)[None]
+    caches = DynamicCache(), DynamicCache()
+    for cache, shift in zip(caches, (0, 5), strict=True):
+        model(ids, position_ids=at + shift, cache=cache)
+    found = compat.rotations(model)
+    assert len(found) == len(caches[0].layers)
+    for layer, rotation in enumerate(found):
+        before, after = (cache.layers[layer].keys for cache in caches)
+        assert (rotation.rotate(before, torch.full((1, 1, 1), 5)) - after).abs().max() <= 1e-4
+        assert (rotation.unrotate(after, torch.full((1, 1, 1), 5)) - before).abs().max() <= 1e-4
 
 
 def test_generate_has_the_private_hooks_we_lean_on():

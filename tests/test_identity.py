@@ -9,7 +9,7 @@ from reference import stock_logits
 from small_models import ARCHITECTURES, left_padded, random_ids, small_model
 
 from kvcompress import compress
-from kvcompress.methods import METHODS, Full, SnapKV
+from kvcompress.methods import METHODS, Full, SnapKV, StreamingLLM
 
 PROMPT, NEW = 10, 30
 BATCHES = {"one": [PROMPT], "padded": [PROMPT, 4, 7]}
@@ -95,6 +95,20 @@ def test_full_equals_the_stock_model_of_every_architecture(architecture):
         steps = [feed(model, session.cache, ids[:, t : t + 1], mask[:, : t + 1]) for t in range(16, 20)]
     assert (first.logits - expected[:, 11]).abs().max() <= 1e-5
     assert (torch.cat([chunk, *steps], 1) - expected[:, 12:]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compact_positions_that_drop_nothing_are_the_stock_model(architecture):
+    """Un-rotating and rotating keys again changes nothing but rounding, whatever way an architecture rotates."""
+    model = stock(architecture)
+    ids, mask = left_padded([20, 13])
+    expected = stock_logits(model, ids, mask)
+    with compress(model, StreamingLLM(budget=64, positions="compact")) as session:
+        first = session.prefill(ids[:, :12], attention_mask=mask[:, :12])
+        chunk = feed(model, session.cache, ids[:, 12:16], mask[:, :16])
+        steps = [feed(model, session.cache, ids[:, t : t + 1], mask[:, : t + 1]) for t in range(16, 20)]
+    assert (first.logits - expected[:, 11]).abs().max() <= 2e-5
+    assert (torch.cat([chunk, *steps], 1) - expected[:, 12:]).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize("name", EVICTING)

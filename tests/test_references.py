@@ -44,15 +44,26 @@ def compare(session: Any, loop: Loop, lengths: list[int], width: int) -> int:
     return adopted
 
 
-def follow(method: Any, loop_class: type[Loop], *, groups=2, lengths=LENGTHS, later=(1,) * STEPS, seed=0, **loop_options) -> Loop:
+def follow(
+    method: Any,
+    loop_class: type[Loop],
+    *,
+    architecture="llama",
+    groups=2,
+    lengths=LENGTHS,
+    later=(1,) * STEPS,
+    seed=0,
+    **loop_options,
+) -> Loop:
     """Run a method and its loop side by side on twin models; assert equal kept positions and logits at every step.
 
     `later` gives the number of tokens of each forward after the prompt: 1 is a decode step, more is another turn.
     """
-    model, twin = small_model(groups=groups, seed=seed), small_model(groups=groups, seed=seed)
+    model, twin = (small_model(architecture, groups=groups, seed=seed) for _ in range(2))
     ids, mask = left_padded(lengths, seed)
     width, adopted, decisions = ids.shape[1], 0, 0
     with compress(model, method) as session, loop_class(twin, method.budget, **loop_options) as loop:
+        loop.layers = session.full_layers
         logits = session.prefill(ids, attention_mask=mask).logits
         expected = loop.step(ids, mask)[:, -1]
         for turn in range(len(later) + 1):
@@ -126,6 +137,18 @@ def test_snapkv_keeps_what_the_loop_keeps(groups, options):
     options = {"window": 3, "kernel": 7, "pooling": "max", **options}
     loop = follow(SnapKV(budget=BUDGET, **options), LoopSnapKV, groups=groups, **options)
     assert all(len(head) == BUDGET + STEPS for rows in loop.kept.values() for row in rows for head in row)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "cohere2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("method", "loop_class", "options"),
+    [(H2O, LoopH2O, {}), (TOVA, LoopTOVA, {}), (SnapKV, LoopSnapKV, {"window": 3, "kernel": 3})],
+)
+def test_scores_are_the_models_own_attention(architecture, method, loop_class, options):
+    """Query-key norms, soft-capping, missing rotation and sinks are part of the attention that is scored."""
+    follow(
+        method(budget=BUDGET, **options), loop_class, architecture=architecture, later=(1, 1, 1, 7, 1, 1, 1), **options
+    )
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
@@ -226,15 +249,18 @@ def test_compact_positions_equal_fresh_rotations_of_raw_keys():
         assert (got - twin(ids, cache=cache).logits[:, -1]).abs().max() <= 1e-5
         cache = evict(cache)
         mask = torch.ones_like(ids)
-        for t in range(steps):
-            mask = torch.cat([mask, torch.ones(1, 1, dtype=torch.long)], 1)
-            got = feed(model, session.cache, tokens[:, t : t + 1], mask)
-            expected = twin(tokens[:, t : t + 1], cache=cache).logits
-            assert (got - expected).abs().max() <= 2e-5, f"step {t}"
+        start = 0
+        for n in (*[1] * 10, 5, 1, 1, 3, *[1] * 4):  # decode, and two more turns
+            new = tokens[:, start : start + n]
+            start += n
+            mask = torch.cat([mask, torch.ones_like(new)], 1)
+            got = feed(model, session.cache, new, mask)
+            expected = twin(new, cache=cache).logits
+            assert (got - expected).abs().max() <= 2e-5, f"after {start} tokens"
             cache = evict(cache)
             keys = session.cache.keys_values(0)[0][session.cache.positions(0) >= 0].view(1, 2, -1, 16)
             assert (keys - cache.layers[0].keys).abs().max() <= 1e-4
-            seen = 14 + t + 1
+            seen = 14 + start
             assert all_held(session)[0][0][0] == [*range(sinks), *range(seen - budget + sinks, seen)]
 
 
