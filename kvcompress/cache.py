@@ -79,7 +79,7 @@ class CompressedLayer(CacheLayerMixin):
             raise RuntimeError("this model's attention does not hand its keyword arguments to cache.update()")
         if cache is None or cache.forward is None:
             raise RuntimeError(
-                "this CompressedCache was used outside its session: call the model inside `with compress(model, method)`"
+                "this CompressedCache was used outside its session: call the model inside `with compress(...)`"
             )
         kwargs["kv_layer"] = self
         forward, heads = cache.forward, key_states.shape[1]
@@ -290,11 +290,24 @@ class CompressedCache(Cache):
             sliding-window layers.
         """
         total = dict.fromkeys(
-            "keys_values positions scores index headroom host valid allocated full other_layers".split(), 0
+            [
+                "keys_values",
+                "positions",
+                "scores",
+                "index",
+                "headroom",
+                "host",
+                "valid",
+                "allocated",
+                "full",
+                "other_layers",
+            ],
+            0,
         )
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
-                total["other_layers"] += sum(_storage(t) for t in (layer.keys, layer.values) if t is not None)
+                held = [getattr(layer, name, None) for name in ("keys", "values")]
+                total["other_layers"] += sum(_storage(t) for t in held if t is not None)
             elif layer.store is not None:
                 for name, value in layer_bytes(layer, self.real).items():
                     total[name] += value
@@ -326,7 +339,7 @@ class CompressedCache(Cache):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, index))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
         self._rows(beam_idx)
 
@@ -344,7 +357,7 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     """Bytes of one layer by kind, from the storages its tensors live in."""
     store = layer.held()
     counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys("keys_values positions scores index allocated full".split(), 0)
+    found = dict.fromkeys(["keys_values", "positions", "scores", "index", "allocated", "full"], 0)
     for name, value in store.channels.items():
         allocated = _storage(value)
         if name in ("mass", "score"):

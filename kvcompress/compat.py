@@ -28,10 +28,9 @@ Tensor = torch.Tensor
 
 ATTENTION = "kvcompress"
 
-# Verified by tests/test_truth.py against each model's own eager attention.
-VERIFIED = (
+VERIFIED = (  # tests/test_truth.py compares each with its own eager attention
     "cohere2 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2"
-).split()
+).split()  # noqa: SIM905
 
 REFUSED = {
     "deepseek_v2": "its cache holds MLA latents, which need an adapter of their own",
@@ -212,7 +211,7 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
     for position in (3, 11):
         cache = DynamicCache(config=text_config(model))
         base_model(model)(input_ids=token, position_ids=token + position, cache=cache, use_cache=True)
-        keys.append([layer.keys for layer in cache.layers])
+        keys.append([layer.keys for layer in cache.layers])  # type: ignore[union-attr]
     frequencies = [
         b.float() for m in rotary for n, b in m.named_buffers() if n.endswith("inv_freq") and "original" not in n
     ]

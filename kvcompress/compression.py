@@ -107,11 +107,11 @@ class Compressor:
         if not self.limited or cache is None or cache.forward is None:
             return
         forward, schedule = cache.forward, self.parts.schedule
-        if self.needs.window and (
-            forward.phase == "prompt" or (forward.phase == "decode" and schedule.every is not None)
-        ):
-            if self.needs.window > 1 or forward.phase == "prompt":
-                self._remember_queries(layer, q, forward)
+        prompt = forward.phase == "prompt"
+        # a decode step's own attention is known already, so a window of one needs no queries there
+        later = forward.phase == "decode" and schedule.every is not None and self.needs.window > 1
+        if self.needs.window and (prompt or later):
+            self._remember_queries(layer, q, forward)
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
@@ -164,7 +164,9 @@ class Compressor:
             counts = layer.target
         else:
             total = cache.cap * scores.shape[1] * self.n_layers
-            counts = self.parts.allocator.allocate([scores], [None], cache.full_layers.index(layer) + 1, self.n_layers, total)[0]
+            counts = self.parts.allocator.allocate(
+                [scores], [None], cache.full_layers.index(layer) + 1, self.n_layers, total
+            )[0]
         self._apply(layer, scores, positions, counts, rows, forward, cache)
 
     def _score(
@@ -326,7 +328,7 @@ class LayerObserved(Observed):
 
 
 def _guarded(positions: Tensor, protection: budgets.Protection) -> tuple[Tensor, Tensor]:
-    """(held, protected) bool `[B, H, P]`: non-empty slots, and those among the first sinks or the last window of them."""
+    """(held, protected) bool `[B, H, P]`: non-empty slots, and the first sinks and last window of them."""
     held = positions >= 0
     rank = held.cumsum(-1) - 1
     number = held.sum(-1, keepdim=True)

@@ -6,6 +6,7 @@ falls on both; the same comparison of a thing with itself (A/A) tells how far ch
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -93,6 +94,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
+        _trim()
         if torch.device(self.device).type == "cuda":
             synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -114,6 +116,12 @@ class PeakMemory:
             self.peak, self._sampler = self._sampler.stop(), None
         else:
             self.peak = max(self.start, _status_bytes("VmHWM"))
+
+
+def _trim() -> None:
+    """Give freed memory back to the system, or a second block would grow into what the first one left (glibc only)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reset_high_water_mark() -> bool:

@@ -270,7 +270,8 @@ def _explained(error: Exception, name: str, source: str) -> Exception:
         return OSError(
             f"Hub model {name!r} could not be fetched and is not in the local Hub cache. Check the id and the network, "
             f"or download it elsewhere (`hf download {name} --local-dir DIR`), copy the folder here and load it by its "
-            f"path; without a network, use one of: {', '.join(EMBEDDED)}, random/<architecture>. ({text.splitlines()[0]})"
+            f"path; without a network, use one of: {', '.join(EMBEDDED)}, random/<architecture>. "
+            f"({text.splitlines()[0]})"
         )
     return type(error)(f"model {name!r} could not be loaded: {text}")
 

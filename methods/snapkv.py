@@ -1,4 +1,4 @@
-"""SnapKV: what the end of the prompt attends to is what the answer will read (Li et al., NeurIPS 2024, arXiv 2404.14469)."""
+"""SnapKV: the end of the prompt attends to what the answer will read (Li et al., NeurIPS 2024, arXiv 2404.14469)."""
 
 from __future__ import annotations
 

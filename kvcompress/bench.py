@@ -1,0 +1,242 @@
+"""What the hook layer costs: the same work with and without it, interleaved in one process.
+
+The baseline is plain transformers: its own attention, a `DynamicCache`, no session. Prompts are seeded random token
+ids (time does not depend on what they say). Decoding continues copies of one prefilled cache per side, made outside
+the timed region, with the same loop `model(token) → argmax` on both sides; what a growing cache costs (a `cat` per
+token there, amortised buffers here) is inside.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcompress.measure import PeakMemory, Ratios, Timer, paired_ratios
+from kvcompress.method import Method
+from kvcompress.session import compress
+
+Tensor = torch.Tensor
+Role = Literal["full", "evicting", "window", "mass"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table.
+
+    Attributes:
+        name: what `--only` calls it.
+        title: what is compared with plain transformers.
+        role: which of the methods handed to `Overhead` it runs.
+        lengths: prompt lengths it runs at unless told, in tokens.
+        targets: highest ratio allowed, by length; 0 stands for every length without an entry.
+        kind: "ratio" to plain, or "share": a part of plain's time, whose tolerance is relative.
+    """
+
+    name: str
+    title: str
+    role: Role
+    lengths: tuple[int, ...]
+    targets: Mapping[int, float]
+    kind: Literal["ratio", "share"] = "ratio"
+
+    def target(self, length: int) -> float | None:
+        return self.targets.get(length, self.targets.get(0))
+
+
+CHECKS = (
+    Check("prefill", "prefill, nothing evicted", "full", (4096,), {0: 1.02}),
+    Check("decode", "decode per token, nothing evicted", "full", (4096, 8192), {4096: 0.90, 8192: 0.86}),
+    Check("evicted", "decode per token, evicted to the budget", "evicting", (4096,), {4096: 0.60}),
+    Check("compression", "window scorer's compression, share of plain prefill", "window", (4096,), {0: 0.04}, "share"),
+    Check("mass", "prefill with attention mass, and compression", "mass", (4096,), {4096: 1.35}),
+    Check("memory", "its peak memory above the start", "mass", (4096,), {4096: 1.15}),
+)
+MEMORY_PAIRS = 3  # peaks hardly vary, and each costs two prefills
+
+
+@dataclass(frozen=True)
+class Row:
+    """A check at one length: `ratios` of ours (b) to plain (a), in seconds, seconds per token or bytes."""
+
+    check: str
+    title: str
+    method: str
+    length: int
+    kind: str
+    target: float | None
+    ratios: Ratios
+
+    @property
+    def missed(self) -> bool:
+        """True if the ratio exceeds the target by more than |A/A - 1| (of the target, where it is a share)."""
+        if self.target is None:
+            return False
+        if self.kind == "share":
+            stray = abs((self.ratios.aa if self.ratios.aa is not None else 1.0) - 1.0)
+            return self.ratios.median > self.target * (1.0 + stray)
+        return self.ratios.missed(self.target)
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.target is None else "missed" if self.missed else "met"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict}
+
+
+class Overhead:
+    """The checks of `CHECKS` on one model.
+
+    Args:
+        model: in eval mode, on its device, with an attention implementation of transformers.
+        methods: who plays each role: "full" evicts nothing, "evicting" holds a small budget while decoding, "window"
+            scores by the last queries, "mass" by attention mass.
+        pairs: pairs per check, each with one more baseline for A/A.
+        tokens: decoded tokens per measurement; decoding ends at the stated length.
+        seed: of the prompts.
+        progress: called after each measurement.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        methods: Mapping[Role, Method],
+        pairs: int = 11,
+        tokens: int = 32,
+        seed: int = 0,
+        progress: Callable[[], None] | None = None,
+    ) -> None:
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens} must be at least 1")
+        self.model, self.methods, self.pairs, self.tokens = model, methods, pairs, tokens
+        self.seed, self.progress = seed, progress
+        self.device = model.device
+
+    @torch.no_grad()
+    def run(self, check: Check, length: int) -> Row:
+        """Measure one check at one prompt length.
+
+        Raises:
+            ValueError: a length that does not fit the model's positions, or leaves no prompt before decoding.
+        """
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not self.tokens < length <= (limit or length):
+            raise ValueError(
+                f"length={length} must lie above tokens={self.tokens} and within the model's {limit} positions"
+            )
+        measure = {
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "evicted": self._decode,
+            "compression": self._compression,
+            "mass": self._prefill,
+            "memory": self._memory,
+        }[check.name]
+        method = self.methods[check.role]
+        ratios = measure(method, length)
+        return Row(check.name, check.title, str(method), length, check.kind, check.target(length), ratios)
+
+    def _pairs(self, plain: Callable[[], float], ours: Callable[[], float], pairs: int | None = None) -> Ratios:
+        gc.collect()
+        return paired_ratios(plain, ours, pairs=pairs or self.pairs, progress=self.progress)
+
+    def _prompt(self, length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        return torch.randint(vocabulary // 8, vocabulary, (1, length), generator=generator).to(self.device)
+
+    # --- prefill -----------------------------------------------------------------------------------------------
+
+    def _plain_prefill(self, ids: Tensor) -> tuple[DynamicCache, float]:
+        with Timer(self.device) as timer:
+            cache = DynamicCache(config=self.model.config)
+            self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+        return cache, timer.seconds
+
+    def _our_prefill(self, method: Method, ids: Tensor) -> tuple[Any, float, float]:
+        """The session's cache, seconds of prefill with compression, and of compression alone."""
+        with compress(self.model, method) as session:
+            with Timer(self.device) as timer:
+                session.prefill(ids)
+            return session.cache, timer.seconds, session.report()["time"]["compress_s"]
+
+    def _prefill(self, method: Method, length: int) -> Ratios:
+        ids = self._prompt(length)
+        return self._pairs(lambda: self._plain_prefill(ids)[1], lambda: self._our_prefill(method, ids)[1])
+
+    def _compression(self, method: Method, length: int) -> Ratios:
+        ids = self._prompt(length)
+        return self._pairs(lambda: self._plain_prefill(ids)[1], lambda: self._our_prefill(method, ids)[2])
+
+    def _memory(self, method: Method, length: int) -> Ratios:
+        ids = self._prompt(length)
+
+        def growth(prefill: Callable[[], Any]) -> float:
+            with PeakMemory(self.device) as memory:
+                prefill()
+            return float(memory.growth)
+
+        return self._pairs(
+            partial(growth, lambda: self._plain_prefill(ids)),
+            partial(growth, lambda: self._our_prefill(method, ids)),
+            pairs=min(self.pairs, MEMORY_PAIRS),
+        )
+
+    # --- decode ------------------------------------------------------------------------------------------------
+
+    def _decode(self, method: Method, length: int) -> Ratios:
+        ids = self._prompt(length - self.tokens)
+        plain_cache, _ = self._plain_prefill(ids)
+        our_cache, _, _ = self._our_prefill(method, ids)
+
+        def plain() -> float:
+            return self._decode_seconds(copy.deepcopy(plain_cache))
+
+        def ours() -> float:
+            fork = our_cache.fork()
+            with compress(self.model, method):
+                return self._decode_seconds(fork)
+
+        return self._pairs(plain, ours)
+
+    def _decode_seconds(self, cache: Any) -> float:
+        """Seconds per token of greedy decoding on `cache`."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        with Timer(self.device) as timer:
+            for _ in range(self.tokens):
+                logits = self.model(input_ids=token, cache=cache, use_cache=True, logits_to_keep=1).logits
+                token = logits[:, -1].argmax(-1, keepdim=True)
+        return timer.seconds / self.tokens
+
+
+def plan(only: Iterable[str] = (), lengths: Sequence[int] = ()) -> list[tuple[Check, int]]:
+    """The checks to run and at which length: `lengths` for all of them, else each one's own.
+
+    Raises:
+        ValueError: a name that is no check, with those that are.
+    """
+    known = {check.name: check for check in CHECKS}
+    chosen = list(only) or list(known)
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise ValueError(f"no check named {', '.join(unknown)}; valid: {', '.join(known)}")
+    return [(known[name], length) for name in chosen for length in (lengths or known[name].lengths)]
+
+
+def measurements(planned: Sequence[tuple[Check, int]], pairs: int) -> int:
+    """How many times progress will be called for the plan: three runs a pair, and one warm-up of each side."""
+    return sum(3 * (min(pairs, MEMORY_PAIRS) if check.name == "memory" else pairs) + 2 for check, _ in planned)
+
+
+def figure(value: float, check: str) -> str:
+    """An absolute figure of a row with its unit."""
+    if check == "memory":
+        return f"{value / 2**20:,.0f} MiB"
+    return f"{value * 1000:,.1f} ms" if value < 10 else f"{value:,.2f} s"

@@ -1,0 +1,239 @@
+"""Typed configuration: every Hydra group has a schema that is derived from the dataclass it configures.
+
+`register` puts the schemas into Hydra's ConfigStore as `base_<name>`; the yaml files in `conf/` start from them. A
+schema leaves out what other groups and top-level keys set (budget, parts; seed, data folder), so each thing has one
+place. Nothing here names a method or a task: they are found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from pathlib import Path
+from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from kvcompress import models
+from kvcompress.method import Allocator, Codec, Method, Prefill, Reader
+from kvcompress.methods import METHODS
+from kvcompress.task import Task
+from kvcompress.tasks import TASKS
+
+PARTS: dict[str, type] = {"allocator": Allocator, "codec": Codec, "reader": Reader, "prefill": Prefill}
+GROUPS = ("model", "task", "method", *PARTS, "sweep", "logger", "experiment", "debug")
+RESUME = ("auto", "refresh", "any")
+
+
+@dataclass
+class ModelConfig:
+    """`name` and what `load` takes beside it; `options` are for random models only."""
+
+    name: str = MISSING
+    revision: Optional[str] = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    device_map: Optional[str] = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SweepConfig:
+    """`name` of the folder under `paths.results` that a run's record goes to."""
+
+    name: str = "default"
+
+
+@dataclass
+class LoggerConfig:
+    """`name` is none or wandb; the rest is for wandb. `mode` offline needs no network."""
+
+    name: str = "none"
+    project: str = "kvcompress"
+    mode: str = "offline"
+    dir: Optional[str] = None
+
+
+@dataclass
+class PathsConfig:
+    """`data`: data sets, used where present; `results`: records. Neither is part of the run id."""
+
+    data: Optional[str] = None
+    results: str = "results"
+
+
+@dataclass
+class RunConfig:
+    """One cell. The groups are `Any` here because each option brings its own schema, which must survive."""
+
+    model: Any = MISSING
+    task: Any = MISSING
+    method: Any = MISSING
+    allocator: Any = None
+    codec: Any = None
+    reader: Any = None
+    prefill: Any = None
+    budget: Union[float, int] = 1.0
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "auto"
+    limit: Optional[int] = None
+    resume: str = "auto"
+    sweep: Any = field(default_factory=SweepConfig)
+    logger: Any = field(default_factory=LoggerConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+def part_classes(base: type) -> dict[str, type]:
+    """Concrete dataclasses under `base` by the name they have in records."""
+    found: dict[str, type] = {}
+    for cls in base.__subclasses__():
+        if is_dataclass(cls) and not getattr(cls, "__abstractmethods__", None):
+            found[getattr(cls, "name", cls.__name__.lower())] = cls
+        found |= part_classes(cls)
+    return dict(sorted(found.items()))
+
+
+def method_classes() -> dict[str, type[Method]]:
+    """Method classes by the name they have on the command line: the class name in lower case."""
+    return {name.lower(): cls for name, cls in METHODS.items()}
+
+
+def schema(cls: type, name: str, leave_out: Sequence[str] = ()) -> type:
+    """A plain dataclass with the fields of `cls` in types that OmegaConf knows, and `name`.
+
+    Literals become strings and tuples lists; `cls` itself checks their values when it is built.
+    """
+    hints = get_type_hints(cls)
+    specs: list[Any] = [("name", str, field(default=name))]
+    for item in fields(cls):
+        if item.name in leave_out:
+            continue
+        kind = _plain(hints[item.name])
+        if item.default_factory is not NO_DEFAULT:
+            value: Any = item.default_factory()
+        else:
+            value = item.default
+        if isinstance(value, tuple):
+            values = list(value)
+            specs.append((item.name, kind, field(default_factory=lambda values=values: list(values))))
+        else:
+            specs.append((item.name, kind, field(default=MISSING if value is NO_DEFAULT else value)))
+    return make_dataclass(f"{cls.__name__}Config", specs)
+
+
+def _plain(kind: Any) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return type(arguments[0])
+    if origin is tuple:
+        return list[_plain(arguments[0])]  # type: ignore[misc]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_plain(argument) for argument in arguments)]
+    return kind
+
+
+METHOD_ELSEWHERE = tuple(item.name for item in fields(Method) if item.name != "preset")
+TASK_ELSEWHERE = tuple(item.name for item in fields(Task))
+
+
+def register() -> None:
+    """Put every schema into the ConfigStore; may be called more than once."""
+    store = ConfigStore.instance()
+    store.store(name="base_config", node=RunConfig)
+    store.store(group="model", name="base_model", node=ModelConfig)
+    store.store(group="sweep", name="base_sweep", node=SweepConfig)
+    store.store(group="logger", name="base_logger", node=LoggerConfig)
+    for name, method in method_classes().items():
+        store.store(group="method", name=f"base_{name}", node=schema(method, name, METHOD_ELSEWHERE))
+    for name, task in TASKS.items():
+        store.store(group="task", name=f"base_{name}", node=schema(task, name, TASK_ELSEWHERE))
+    for group, base in PARTS.items():
+        for name, part in part_classes(base).items():
+            store.store(group=group, name=f"base_{name}", node=schema(part, name))
+    for name in models.names():
+        if "/" in name:
+            register_model(name)
+
+
+def register_model(name: str) -> None:
+    """Make `model=<folder>/<name>` a valid choice: random models, and Hub ids given on the command line."""
+    folder, _, last = name.rpartition("/")
+    ConfigStore.instance().store(group=f"model/{folder}", name=last, node=ModelConfig(name=name))
+
+
+def options(group: str, folder: Path) -> list[str]:
+    """What may be chosen of a group: its yaml files, and for models the random ones."""
+    found = {str(path.relative_to(folder / group).with_suffix("")) for path in (folder / group).rglob("*.yaml")}
+    if group == "model":
+        found |= set(models.names())
+    return sorted(found)
+
+
+def check_overrides(overrides: Sequence[str], folder: Path) -> None:
+    """Refuse unknown names of a group with the valid ones, before Hydra's less friendly message.
+
+    A model `owner/name` that is not known is taken for a Hub id and registered.
+
+    Raises:
+        ValueError: names the group, the value, the nearest valid one and all of them.
+    """
+    for override in overrides:
+        group, equals, values = override.partition("=")
+        group = group.lstrip("+").partition("@")[0]
+        if not equals or group not in GROUPS or any(mark in values for mark in "({[$"):
+            continue
+        valid = options(group, folder)
+        for value in values.split(","):
+            value = value.strip().strip("'\"")
+            if value in valid or value in ("", "null"):
+                continue
+            if group == "model" and value.count("/") == 1 and value[0] not in "./~" and not value.startswith("random/"):
+                register_model(value)
+                continue
+            near = difflib.get_close_matches(value, valid, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            other = " (a path: model.name=PATH; a Hub id: model=owner/name)" if group == "model" else ""
+            raise ValueError(f"{group}={value!r} is unknown{hint} Valid: {', '.join(valid)}{other}")
+
+
+def _values(node: Any) -> dict[str, Any]:
+    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(vars(node))
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}  # type: ignore
+
+
+def _named(group: str, node: Any, classes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    values = _values(node)
+    name = values.pop("name", None)
+    if name not in classes:
+        raise ValueError(f"{group}.name={name!r} is unknown; valid: {', '.join(classes)}")
+    return classes[name], values
+
+
+def build_method(config: Any) -> Method:
+    """The method of a cell with its budget and replaced parts; `config` is a `RunConfig` or its DictConfig.
+
+    Raises:
+        ValueError: an illegal budget, hyper-parameter or combination of parts.
+    """
+    cls, values = _named("method", config.method, dict(method_classes()))
+    for group, base in PARTS.items():
+        node = getattr(config, group)
+        if node is not None:
+            part, settings = _named(group, node, part_classes(base))
+            values[group] = part(**settings)
+    return cls(budget=config.budget, **values)
+
+
+def build_task(config: Any) -> Task:
+    """The task of a cell with its seed and data folder.
+
+    Raises:
+        ValueError: an illegal setting.
+    """
+    cls, values = _named("task", config.task, dict(TASKS))
+    return cls(seed=config.seed, data=config.paths.data, **values)

@@ -1,0 +1,263 @@
+"""Run ids, the folder of a run, and the record: flat, written last, the only thing that reports read.
+
+`results/<sweep>/<run-id>/` holds `config.yaml`, `samples.jsonl` (one line per finished sample, flushed) and, once all
+is done, `record.json` (written to a temporary file and renamed, so that it is whole or absent).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean, median, quantiles, stdev
+from typing import Any
+
+FLOAT_DIGITS = 6
+FINISHED = ("ok", "inactive")
+STATUSES = ("ok", "failed", "oom", "inactive", "partial")
+TIMES = ("time.ttft_s", "time.tpot_s", "time.prefill_s", "time.compress_s")
+KEYS = (
+    *("run_id", "status", "model", "task", "method", "budget", "seed", "dtype", "device", "n_samples"),
+    *("score", "score_stderr", "metric", "delta_full", "baseline", "share_inactive", "share_clamped"),
+    *("parts.scorer", "parts.allocator", "parts.codec", "parts.prefill", "parts.reader", "parts.schedule"),
+    *("parts.preset", "kv.bytes_held", "kv.bytes_allocated", "kv.bytes_full", "kv.ratio", "kv.bytes_host"),
+    *("kv.kept_tokens_mean", "kv.kept_tokens_max", "kv.read_bytes_per_token", "kv.moved_bytes_per_token"),
+    *("kv.storage", "memory.prefill_peak", "memory.decode_peak"),
+    *(key + end for key in TIMES for end in ("", ".q1", ".q3")),
+    *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
+    *("protocol.hit_max_share", "protocol.shared", "protocol.pair", "versions.source", "error"),
+)
+
+
+def canonical(value: Any) -> Any:
+    """`value` as plain JSON types: keys sorted, floats rounded to 6 digits, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {str(key): canonical(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [canonical(item) for item in value]
+    if isinstance(value, float):
+        return round(value, FLOAT_DIGITS)
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    return str(value)
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits that stand for `value`; the int 1 and the float 1.0 differ."""
+    text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """Hash of the Python sources of the library, its methods and its tasks: what a stale record was not made with."""
+    import kvcompress
+    import kvcompress.methods
+    import kvcompress.tasks
+
+    found = hashlib.sha256()
+    for package in (kvcompress, kvcompress.methods, kvcompress.tasks):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*.py")):
+            found.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\0".encode())
+            found.update(path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
+    return found.hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """`versions.*`: commit (with `+dirty` where the tree differs), source hash and the packages that matter."""
+    found = {"versions.source": source_hash()}
+    for package in ("kvcompress", "torch", "transformers", "tokenizers", "hydra-core"):
+        try:
+            found[f"versions.{package}"] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    root = Path(__file__).resolve().parent.parent
+    try:
+        git = ["git", "-C", str(root)]
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10
+        )
+        found["versions.git"] = commit.stdout.strip() + ("+dirty" if changed.stdout.strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        pass  # an installed package has no repository; the source hash says what ran
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` so that `path` is whole or as it was, whenever the process dies."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, sort_keys=True, default=str)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record at `path`.
+
+    Raises:
+        ValueError: it cannot be read, is no JSON object, or lacks `run_id` or a known `status`.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(record, dict) or not record.get("run_id") or record.get("status") not in STATUSES:
+        raise ValueError(f"{path}: not a record (no run_id, or status not one of {', '.join(STATUSES)})")
+    return record
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, results: Path, sweep: str, run_id: str) -> None:
+        self.path = Path(results) / sweep / run_id
+        self.run_id = run_id
+
+    def record(self) -> dict[str, Any] | None:
+        """The record, or None where there is none or it is damaged (then the cell is run again)."""
+        try:
+            return read_record(self.path / "record.json")
+        except ValueError:
+            return None
+
+    def open(self, config: str) -> None:
+        """Make the folder, with the resolved configuration in it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.yaml").write_text(config, encoding="utf-8")
+
+    def rows(self, source: str | None = None) -> dict[str, dict[str, Any]]:
+        """Finished samples by id; a half-written last line is ignored. Only those made with `source`, if given."""
+        return {row["id"]: row for row in read_rows(self.path / "samples.jsonl") if source in (None, row.get("source"))}
+
+    def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Keep exactly `rows`, and take away the record: what is written from here on belongs to a new attempt."""
+        (self.path / "record.json").unlink(missing_ok=True)
+        samples = self.path / "samples.jsonl"
+        temporary = samples.with_name(f".{samples.name}.{os.getpid()}.tmp")
+        temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+        os.replace(temporary, samples)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one finished sample and flush it to disk."""
+        with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        write_json(self.path / "record.json", record)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a `samples.jsonl`; damaged ones are left out."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and "id" in row and "score" in row:
+            yield row
+
+
+def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Record keys that follow from the samples: score, shares, `kv.*`, `memory.*`, `time.*`, `protocol.*`."""
+    if not rows:
+        return {"n_samples": 0}
+    outs = [row["out"] for row in rows]
+    scores = [float(row["score"]) for row in rows]
+    found: dict[str, Any] = {
+        "n_samples": len(rows),
+        "score": fmean(scores),
+        "score_stderr": stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None,
+        "share_inactive": fmean(not out["end"]["active"] for out in outs),
+        "share_clamped": fmean(bool(out["end"]["clamped"]) for out in outs),
+    }
+    # bytes at a named moment: after the compression, before the question; what grows or moves later: at the end
+    after, end = [out["compressed"]["kv"] for out in outs], [out["end"]["kv"] for out in outs]
+    for key in ("bytes_held", "bytes_allocated", "bytes_full", "ratio", "bytes_host", "kept_tokens_mean"):
+        found[f"kv.{key}"] = _mean(kv.get(key) for kv in after)
+    for key in ("read_bytes_per_token", "moved_bytes_per_token"):
+        found[f"kv.{key}"] = _mean(kv.get(key) for kv in end)
+    found["kv.kept_tokens_max"] = max((kv["kept_tokens_max"] for kv in end if kv.get("kept_tokens_max")), default=None)
+    found["kv.storage"] = end[0].get("storage")
+    for key in ("prefill_peak", "decode_peak"):
+        found[f"memory.{key}"] = max((out[key] for out in outs if out.get(key) is not None), default=None)
+    for key in TIMES:
+        values: list[float] = []
+        for out in outs:
+            value = out.get(key.removeprefix("time."))
+            values += value if isinstance(value, list) else [] if value is None else [value]
+        found |= _quartiles(key, values)
+    protocols = [row.get("protocol", {}) for row in rows]
+    for key in sorted({key for protocol in protocols for key in protocol}):
+        kinds = sorted({str(protocol.get(key)) for protocol in protocols})
+        found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
+    found["protocol.kernel"] = outs[0]["end"].get("kernel")
+    found["protocol.truncated_share"] = fmean(row.get("meta", {}).get("truncated_tokens", 0) > 0 for row in rows)
+    found["protocol.hit_max_share"] = fmean("length" in out["finished"] for out in outs)
+    return found
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _quartiles(key: str, values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {key: None, f"{key}.q1": None, f"{key}.q3": None}
+    first, _, third = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+    return {key: median(values), f"{key}.q1": first, f"{key}.q3": third}
+
+
+def is_baseline(record: Mapping[str, Any]) -> bool:
+    """True for a finished run in which nothing was compressed by any part: what the others are measured against."""
+    untouched = {"scorer": "none", "codec": "plain", "reader": "all"}
+    return (
+        record.get("status") == "ok"
+        and all(record.get(f"parts.{part}") == value for part, value in untouched.items())
+        and record.get("parts.prefill") in ("oneshot", "chunked")
+    )
+
+
+def paired_delta(
+    rows: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]]
+) -> tuple[float, float | None] | None:
+    """Mean difference in score on the samples both have, and its standard error; None without a common sample."""
+    common = sorted(rows.keys() & base.keys())
+    if not common:
+        return None
+    deltas = [float(rows[key]["score"]) - float(base[key]["score"]) for key in common]
+    return fmean(deltas), stdev(deltas) / math.sqrt(len(deltas)) if len(deltas) > 1 else None
+
+
+def fill_deltas(sweep: Path) -> None:
+    """Fill `delta_full` and `baseline` of every record in a sweep whose baseline is in it."""
+    found: list[tuple[RunFolder, dict[str, Any]]] = []
+    for path in sorted(sweep.glob("*/record.json")):
+        folder = RunFolder(sweep.parent, sweep.name, path.parent.name)
+        record = folder.record()
+        if record is not None:
+            found.append((folder, record))
+    bases = {record.get("protocol.pair"): folder for folder, record in found if is_baseline(record)}
+    for folder, record in found:
+        base = bases.get(record.get("protocol.pair"))
+        if base is None or record["status"] not in FINISHED or record.get("baseline") == base.run_id:
+            continue
+        delta = paired_delta(folder.rows(), base.rows())
+        if delta is not None:
+            folder.finish(record | {"delta_full": delta[0], "baseline": base.run_id})

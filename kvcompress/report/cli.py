@@ -1,0 +1,62 @@
+"""The command line of reports: a leaderboard from records alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from kvcompress.report.heatmap import draw
+from kvcompress.report.load import Entry, load
+from kvcompress.report.table import leaderboard, markdown, title, to_csv
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the leaderboard of every sweep under the given paths; write the files asked for.
+
+    Returns:
+        0, or 1 where no record was found.
+    """
+    parser = argparse.ArgumentParser(prog="report.py", description="Leaderboard and heat maps from records.")
+    parser.add_argument("paths", nargs="*", type=Path, default=[Path("results")], help="folders with records")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown; - prints them")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every key of every record; - prints it")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write a heat map per setting into this folder")
+    options = parser.parse_args(arguments)
+
+    notes = Console(stderr=True)
+    found = load(options.paths)
+    for damaged in found.damaged:
+        notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False)
+    if not found.entries:
+        places = ", ".join(map(str, options.paths))
+        notes.print(f"no records under {places}: make some with scripts/run.py", style="red", markup=False)
+        return 1
+    groups = found.groups()
+    printed = False
+    for target, text in ((options.markdown, markdown(groups)), (options.csv, to_csv(r for g in groups for r in g))):
+        if target is None:
+            continue
+        if str(target) == "-":
+            sys.stdout.write(text)
+            printed = True
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+            notes.print(f"wrote {target}", markup=False)
+    if not printed:
+        for sweep in sorted({entry.sweep for entry in found.entries}):
+            notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
+            leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], Console())
+    if options.png is not None:
+        pairs: dict[tuple[str, str], list[Entry]] = {}
+        for entry in found.entries:
+            pairs.setdefault((entry.sweep, str(entry.record.get("protocol.pair"))), []).append(entry)
+        for (sweep, pair), entries in sorted(pairs.items()):
+            path = options.png / f"{sweep}-{entries[0].record['task']}-{pair[:8]}.png"
+            if draw(entries, f"{sweep}: {title(entries[0].record)}", path):
+                notes.print(f"wrote {path}", markup=False)
+    return 0

@@ -1,0 +1,121 @@
+"""Heat maps of scores over depth: one panel of methods for one length, or one panel per method over lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvcompress.report.load import Entry, ordered
+
+COLOURS = "cividis"  # even in lightness and made for colour-blind readers; bright is good
+
+
+def grid(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, float], float]:
+    """Mean score per (length, depth) of samples that have both."""
+    cells: dict[tuple[int, float], list[float]] = {}
+    for row in rows:
+        meta = row.get("meta", {})
+        if "length" in meta and "depth" in meta:
+            cells.setdefault((meta["length"], meta["depth"]), []).append(float(row["score"]))
+    return {key: fmean(values) for key, values in cells.items()}
+
+
+def label(record: dict[str, Any]) -> str:
+    """Method and budget, short enough for a tick."""
+    if record.get("baseline") == record["run_id"]:
+        return str(record["method"])
+    budget = record["budget"]
+    return f"{record['method']} {budget:g}" if isinstance(budget, float) else f"{record['method']} {budget} tok"
+
+
+def draw(entries: Sequence[Entry], title: str, path: Path) -> bool:
+    """Write a heat map of comparable finished runs to `path`; False where no sample has a length and a depth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    by_id = {id(entry.record): entry for entry in entries if entry.record["status"] == "ok"}
+    runs = []
+    for record in ordered(entry.record for entry in by_id.values()):
+        cells = grid(list(by_id[id(record)].rows().values()))
+        if cells:
+            runs.append((record, cells))
+    if not runs:
+        return False
+    lengths = sorted({length for _, cells in runs for length, _ in cells})
+    depths = sorted({depth for _, cells in runs for _, depth in cells})
+    if len(lengths) == 1:
+        figure = _methods(plt, runs, lengths[0], depths)
+    else:
+        figure = _grids(plt, runs, lengths, depths)
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return True
+
+
+def _paint(axes: Any, table: list[list[float]], x: Sequence[str], depths: Sequence[float]) -> Any:
+    """One panel: depth runs down from the start of the context to its end, as one reads."""
+    image = axes.imshow(table, cmap=COLOURS, vmin=0.0, vmax=1.0, aspect="auto", origin="upper")
+    axes.set_xticks(range(len(x)), x)
+    axes.set_yticks(range(len(depths)), [f"{100 * depth:g}%" for depth in depths])
+    axes.tick_params(length=0)
+    axes.set_xticks([i - 0.5 for i in range(1, len(x))], minor=True)
+    axes.set_yticks([i - 0.5 for i in range(1, len(depths))], minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="minor", length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    if len(x) * len(depths) <= 400:
+        for i, line in enumerate(table):
+            for j, value in enumerate(line):
+                if not math.isnan(value):
+                    text = f"{value:.2f}".rstrip("0").rstrip(".")
+                    axes.text(j, i, text, ha="center", va="center", fontsize=7, color="black" if value > 0.55 else "white")
+    return image
+
+
+def _methods(plt: Any, runs: Sequence[tuple[Any, Any]], length: int, depths: Sequence[float]) -> Any:
+    table = [[cells.get((length, depth), math.nan) for _, cells in runs] for depth in depths]
+    means = [fmean(v for v in column if not math.isnan(v)) for column in zip(*table, strict=True)]
+    names = [f"{label(record)}\nmean {mean:.2f}" for (record, _), mean in zip(runs, means, strict=True)]
+    size = (max(5.0, 0.55 * len(runs) + 2.0), max(3.2, 0.4 * len(depths) + 2.2))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    image = _paint(axes, table, names, depths)
+    axes.set_xticklabels(names, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    # a thin line where the method changes lets one read budgets as a block
+    for at in range(1, len(runs)):
+        if runs[at][0]["method"] != runs[at - 1][0]["method"]:
+            axes.axvline(at - 0.5, color="black", linewidth=1.5)
+    axes.set_ylabel("depth of the needle")
+    axes.set_xlabel(f"method and budget, at {length} tokens")
+    figure.colorbar(image, ax=axes, label="score", fraction=0.05, pad=0.02)
+    return figure
+
+
+def _grids(plt: Any, runs: Sequence[tuple[Any, Any]], lengths: Sequence[int], depths: Sequence[float]) -> Any:
+    columns = min(4, len(runs))
+    lines = math.ceil(len(runs) / columns)
+    size = (max(5.0, columns * max(2.4, 0.45 * len(lengths) + 0.8) + 1.0), lines * max(2.2, 0.3 * len(depths) + 1.0) + 0.6)
+    figure, panels = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    image = None
+    for number, panel in enumerate(panels.flat):
+        if number >= len(runs):
+            panel.set_axis_off()
+            continue
+        record, cells = runs[number]
+        table = [[cells.get((length, depth), math.nan) for length in lengths] for depth in depths]
+        image = _paint(panel, table, [f"{length:,}" for length in lengths], depths)
+        panel.set_title(f"{label(record)} · mean {record['score']:.2f}", fontsize=9)
+        panel.tick_params(labelsize=8)
+        if number % columns == 0:
+            panel.set_ylabel("depth of the needle")
+        if number + columns >= len(runs):
+            panel.set_xlabel("prompt length (tokens)")
+    figure.colorbar(image, ax=panels, label="score", fraction=0.05, pad=0.02)
+    return figure

@@ -1,0 +1,160 @@
+"""Records as a table: in the terminal, as markdown, as csv."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvcompress.report.load import flags, ordered
+
+Record = dict[str, Any]
+MISSING = "–"
+
+
+def _number(value: float | None, form: str) -> str:
+    return MISSING if value is None else format(value, form)
+
+
+def _score(record: Record) -> str:
+    error = record.get("score_stderr")
+    return _number(record.get("score"), ".3f") + ("" if error is None else f" ±{error:.2f}")
+
+
+def _delta(record: Record) -> str:
+    if record.get("baseline") == record["run_id"]:
+        return "baseline"
+    return _number(record.get("delta_full"), "+.3f")
+
+
+def _budget(record: Record) -> str:
+    budget = record.get("budget")
+    return MISSING if budget is None else f"{budget} tok" if isinstance(budget, int) else f"{budget:g}"
+
+
+def _seconds(key: str) -> Callable[[Record], str]:
+    def show(record: Record) -> str:
+        value = record.get(key)
+        return MISSING if value is None else f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
+
+    return show
+
+
+COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("method", lambda record: str(record.get("method"))),
+    ("budget", _budget),
+    ("score", _score),
+    ("Δ full", _delta),
+    ("KV bytes", lambda record: _number(record.get("kv.ratio"), ".1%")),
+    ("kept", lambda record: _number(record.get("kv.kept_tokens_mean"), ".0f")),
+    ("TTFT", _seconds("time.ttft_s")),
+    ("TPOT", _seconds("time.tpot_s")),
+    ("n", lambda record: str(record.get("n_samples") or 0)),
+    ("notes", lambda record: ", ".join(flags(record))),
+)
+LEGEND = (
+    "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
+    "values and positions after compression, as a share of what the full cache holds · TTFT includes compression, TPOT "
+    "is per decoded token, both medians"
+)
+
+
+def title(record: Record) -> str:
+    """What all rows of a table have in common."""
+    question = record.get("protocol.question")
+    parts = [
+        record.get("model"),
+        record.get("task"),
+        record.get("protocol.haystack"),
+        f"question {question}" if question else None,
+        f"template {record['protocol.template']}" if record.get("protocol.template") else None,
+        record.get("metric"),
+        record.get("dtype"),
+        record.get("device"),
+        f"seed {record.get('seed')}",
+    ]
+    return " · ".join(str(part) for part in parts if part is not None)
+
+
+def on_board(record: Record) -> bool:
+    return record["status"] == "ok"
+
+
+def leaderboard(records: Iterable[Record], console: Console) -> None:
+    """Print one table of comparable records per setting, those that do not count last and dimmed."""
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.get("protocol.pair"), []).append(record)
+    for group in groups.values():
+        _print(_split(ordered(group)), console)
+    if groups:
+        console.print(LEGEND, style="dim")
+
+
+def _split(group: Sequence[Record]) -> list[Record]:
+    return [r for r in group if on_board(r)] + [r for r in group if not on_board(r)]
+
+
+def _print(group: Sequence[Record], console: Console) -> None:
+    counts = {record.get("n_samples") or 0 for record in group}
+    head = title(group[0]) + (f" · n={counts.pop()}" if len(counts) == 1 else "")
+    hidden = {"n"} if "n=" in head else set()  # 80 columns hold the numbers only if nothing is said twice
+    if not any(flags(record) for record in group):
+        hidden.add("notes")
+    table = Table(title=head, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = [(name, show) for name, show in COLUMNS if name not in hidden]
+    for name, _ in shown:
+        # numbers must never be cut: a narrow terminal wraps the notes
+        table.add_column(name, justify="left" if name in ("method", "notes") else "right", no_wrap=name != "notes")
+    scores = [r["score"] for r in group if on_board(r) and r.get("baseline") != r["run_id"]]
+    best = max(scores, default=None)
+    for record in group:
+        counts_in = on_board(record)
+        cells = []
+        for name, show in shown:
+            value = show(record) if counts_in or name in ("method", "budget", "n", "notes") else MISSING
+            strong = name == "score" and counts_in and len(scores) > 1 and record.get("score") == best
+            cells.append(Text(value, style="bold" if strong else "" if counts_in else "dim"))
+        table.add_row(*cells)
+    console.print(table)
+
+
+def markdown(groups: Iterable[Sequence[Record]]) -> str:
+    """One markdown table per group of comparable records."""
+    lines: list[str] = []
+    for group in groups:
+        lines += [f"### {title(group[0])}", ""]
+        lines.append("| " + " | ".join(name for name, _ in COLUMNS) + " |")
+        lines.append("|" + "|".join(" :--- " if name in ("method", "notes") else " ---: " for name, _ in COLUMNS) + "|")
+        for record in _split(group):
+            cells = [
+                show(record) if on_board(record) or name in ("method", "budget", "n", "notes") else MISSING
+                for name, show in COLUMNS
+            ]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join([*lines, LEGEND, ""]) if lines else ""
+
+
+def to_csv(records: Iterable[Record]) -> str:
+    """Every key of every record, one row each; errors in one line."""
+    records = [record | {"flags": " ".join(flags(record))} for record in records]
+    first = ["sweep", "model", "task", "method", "budget", "seed", "status", "flags", "n_samples", "score", "score_stderr"]
+    first += ["delta_full", "delta_stderr", "kv.ratio"]
+    keys = list(dict.fromkeys([*first, *sorted({key for record in records for key in record})]))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, keys, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        if record.get("error"):
+            record["error"] = str(record["error"]).strip().splitlines()[-1]
+        writer.writerow(record)
+    return out.getvalue()
+
+

@@ -1,0 +1,124 @@
+"""Benchmarks of the library itself.
+
+python scripts/bench.py overhead                              what the hook layer costs beside plain transformers
+python scripts/bench.py overhead --only prefill --pairs 21    one check, more pairs
+python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvcompress.bench import Row
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    overhead = parser.add_subparsers(dest="command", required=True).add_parser(
+        "overhead", help="hook layer against plain"
+    )
+    overhead.add_argument("--model", default="smollm2")
+    overhead.add_argument("--dtype", default="float32")
+    overhead.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto")
+    overhead.add_argument("--pairs", type=int, default=11, help="pairs per check; A/A runs beside them")
+    overhead.add_argument("--lengths", default="", help="tokens, comma-separated; default: each check's own")
+    overhead.add_argument("--only", default="", help="prefill,decode,evicted,compression,mass,memory")
+    overhead.add_argument("--tokens", type=int, default=32, help="decoded tokens per measurement")
+    overhead.add_argument("--budget", type=float, default=0.1, help="of the check `evicted`")
+    overhead.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
+    overhead.add_argument("--seed", type=int, default=0)
+    overhead.add_argument("--json", type=Path, default=None, help="also write everything to this file")
+    return parser.parse_args(arguments)
+
+
+def overhead(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from kvcompress import bench, load, measure
+    from kvcompress.methods import H2O, Full, SnapKV
+
+    planned = bench.plan(filter(None, args.only.split(",")), [int(n) for n in args.lengths.split(",") if n])
+    model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+    methods = {
+        "full": Full(),
+        "evicting": SnapKV(budget=args.budget),
+        "window": SnapKV(budget=0.25),
+        "mass": H2O(budget=0.25),
+    }
+    console = Console()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with measure.threads(args.threads) as threads, Progress(*columns, console=Console(stderr=True)) as progress:
+        facts = measure.hardware(model.device)
+        console.print(
+            f"{args.model} {args.dtype} on {facts['device']}, {threads} threads of {facts['cores']} cores, "
+            f"{args.pairs} pairs beside A/A, {model.config._attn_implementation} attention and DynamicCache as baseline"
+        )
+        task = progress.add_task("overhead", total=bench.measurements(planned, args.pairs))
+        runner = bench.Overhead(model, methods, args.pairs, args.tokens, args.seed, lambda: progress.advance(task))  # type: ignore[arg-type]
+        rows = []
+        for check, length in planned:
+            progress.update(task, description=f"{check.name} at {length}")
+            rows.append(runner.run(check, length))
+            write(args, facts, rows)
+    console.print(table(rows))
+    return 1 if any(row.missed for row in rows) else 0
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows as a table that fits 100 columns, what each check compares below it."""
+    from rich.table import Table
+
+    from kvcompress.bench import figure
+
+    out = Table("check", "tokens", "target", "measured [quartiles]", "A/A", "plain", "ours", "verdict")
+    for row in rows:
+        r = row.ratios
+        target = "" if row.target is None else f"≤ {row.target:.2f}"
+        measured = f"{r.median:.3f} [{r.quartiles[0]:.3f}, {r.quartiles[1]:.3f}]".replace("[", r"\[")
+        style = {"missed": "bold red", "met": "green"}.get(row.verdict, "")
+        cells = (target, measured, f"{r.aa:.3f}", figure(r.a, row.check), figure(r.b, row.check), row.verdict)
+        out.add_row(row.check, str(row.length), *cells, style=style)
+    for column in out.columns:
+        column.no_wrap = True
+    titles = {row.check: f"{row.check}: {row.title}, {row.method}".replace("[", r"\[") for row in rows}
+    rule = "missed: the median exceeds the target by more than |A/A - 1|"
+    out.caption = "\n".join([*titles.values(), rule])
+    out.caption_justify = "left"
+    return out
+
+
+def write(args: argparse.Namespace, facts: dict, rows: list[Row]) -> None:
+    """After every check, so that a run that is cut short leaves what it has."""
+    if args.json is not None:
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        content = {"settings": settings, "hardware": facts, "rows": [row.as_dict() for row in rows]}
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    options = parse()
+    try:
+        sys.exit(overhead(options))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,6 @@
+"""The leaderboard of a results folder: python scripts/report.py results/ [--markdown FILE] [--csv FILE] [--png FOLDER]"""
+
+from kvcompress.report.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""The overhead benchmark measures what it says, on a tiny model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcompress.bench import CHECKS, Overhead, Row, measurements, plan
+from kvcompress.measure import Ratios
+from kvcompress.methods import H2O, Full, SnapKV
+from kvcompress.models import random_model
+
+METHODS = {"full": Full(), "evicting": SnapKV(budget=0.5), "window": SnapKV(budget=0.5), "mass": H2O(budget=0.5)}
+
+
+@pytest.fixture
+def model():
+    return random_model("llama", layers=2)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_every_check_measures_and_leaves_the_model_as_it_was(model, check):
+    calls = []
+    before = model.config._attn_implementation
+    row = Overhead(model, METHODS, pairs=2, tokens=3, progress=lambda: calls.append(1)).run(check, 128)
+    assert row.ratios.a > 0 and row.ratios.b > 0 and row.ratios.aa is not None
+    assert len(calls) == measurements([(check, 128)], pairs=2)
+    assert model.config._attn_implementation == before and not model._forward_pre_hooks
+    json.dumps(row.as_dict())
+
+
+def test_a_slower_hook_layer_shows_in_the_ratio(model, monkeypatch):
+    stock, check = Overhead._our_prefill, CHECKS[0]
+
+    def slow(self, method, ids):
+        cache, seconds, compress_seconds = stock(self, method, ids)
+        return cache, 3 * seconds, compress_seconds
+
+    monkeypatch.setattr(Overhead, "_our_prefill", slow)
+    assert Overhead(model, METHODS, pairs=5, tokens=3).run(check, 128).ratios.median > 1.8
+
+
+def test_decoding_starts_from_equal_copies_and_ends_at_the_stated_length(model, monkeypatch):
+    seen, stock = [], Overhead._decode_seconds
+
+    def watch(self, cache):
+        start = cache.get_seq_length()
+        seconds = stock(self, cache)
+        seen.append((type(cache).__name__, start, cache.get_seq_length()))
+        return seconds
+
+    monkeypatch.setattr(Overhead, "_decode_seconds", watch)
+    Overhead(model, METHODS, pairs=2, tokens=5).run(plan(["evicted"])[0][0], 100)
+    assert set(seen) == {("DynamicCache", 95, 100), ("CompressedCache", 95, 100)} and len(seen) == 8
+
+
+@pytest.mark.parametrize("length", [3, 8, 10**6])
+def test_a_length_without_room_is_refused(model, length):
+    with pytest.raises(ValueError, match=f"length={length}"):
+        Overhead(model, METHODS, tokens=8).run(CHECKS[0], length)
+
+
+def row(median, target, aa=1.0, kind="ratio"):
+    ratios = Ratios(median, (median, median), 11, 1.0, median, aa, (aa, aa))
+    return Row("prefill", "", "", 4096, kind, target, ratios)
+
+
+def test_verdicts_allow_what_chance_strays_and_no_more():
+    assert row(1.03, 1.02, aa=0.98).verdict == "met"
+    assert row(1.05, 1.02, aa=0.98).verdict == "missed"
+    assert row(1.05, None).verdict == ""
+
+
+def test_a_share_strays_in_proportion():
+    assert row(0.0405, 0.04, aa=1.02, kind="share").verdict == "met"
+    assert row(0.05, 0.04, aa=1.02, kind="share").verdict == "missed"
+
+
+def test_the_plan_takes_each_checks_lengths_unless_told():
+    assert [(c.name, n) for c, n in plan(["decode"])] == [("decode", 4096), ("decode", 8192)]
+    assert [(c.name, n) for c, n in plan(["mass", "prefill"], [64])] == [("mass", 64), ("prefill", 64)]
+    assert [c.target(n) for c, n in plan(["decode", "prefill"])] == [0.90, 0.86, 1.02]
+    with pytest.raises(ValueError, match="valid: prefill, decode"):
+        plan(["prefil"])
+
+
+@pytest.fixture
+def script():
+    path = Path(__file__).parent.parent / "scripts" / "bench.py"
+    spec = importlib.util.spec_from_file_location("bench_script", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_command_prints_a_table_and_writes_everything_to_json(script, tmp_path, capsys):
+    out = tmp_path / "o.json"
+    arguments = ["overhead", "--model", "random/llama", "--pairs", "2", "--lengths", "96", "--tokens", "2"]
+    status = script.overhead(
+        script.parse([*arguments, "--only", "prefill,decode", "--json", str(out), "--threads", "1"])
+    )
+    printed = capsys.readouterr().out
+    assert "1 threads" in printed and "A/A" in printed and "prefill" in printed
+    content = json.loads(out.read_text())
+    assert [r["check"] for r in content["rows"]] == ["prefill", "decode"]
+    assert status == int(any(r["verdict"] == "missed" for r in content["rows"]))
+    assert content["hardware"]["torch"] == torch.__version__ and content["settings"]["pairs"] == 2
