@@ -146,6 +146,7 @@ class Loop:
     budget: float | int
     layers: list[int] | None = None
     in_decode: bool = True
+    shares: dict[tuple[int, int], float] | None = None  # (layer, head) -> share of the cap of the whole row, summed
     caps: list[int] | None = None
     kept: dict[int, list[list[set[int]]]] = field(default_factory=dict)
     choices: dict[tuple[int, int, int], Choice] = field(default_factory=dict)
@@ -201,6 +202,12 @@ class Loop:
         offset = int((self.reference.mask[b] == 0).sum())
         return sorted(c - offset for c in columns)
 
+    def cap(self, layer: int, b: int, h: int) -> int:
+        """Tokens that a head may keep: the row's cap, or its part of the row's whole budget."""
+        if self.shares is None:
+            return self.caps[b]
+        return int(self.caps[b] * len(self.shares) * self.shares[layer, h] + 1e-9)
+
     def probabilities(self, query: Tensor, key: Tensor, features: Features, h: int, columns: list[int], offset: int, at: int):
         """Softmax of the query at column `at` over `columns` (those up to itself), per query head of KV head `h`."""
         group = query.shape[0] // key.shape[0]
@@ -238,9 +245,9 @@ class LoopH2O(Loop):
                         mass[g][c] = mass[g].get(c, 0.0) + p
 
     def decide(self, layer, b, query, key, features, row):
-        cap = self.caps[b]
-        recent_count = int(cap * self.recent_share)
         for h in range(len(row)):
+            cap = self.cap(layer, b, h)
+            recent_count = int(cap * self.recent_share)
             if len(row[h]) <= cap:
                 continue
             columns = sorted(row[h])

@@ -251,6 +251,37 @@ def test_a_compressed_cache_keeps_the_true_positions_through_every_entry():
 
 
 @pytest.mark.parametrize("name", EVICTING)
+def test_a_chat_through_generate_is_compressed_every_turn(name):
+    """generate(all ids so far, cache=the last cache) equals the same turns through the session."""
+    model = MODEL
+    ids, turn = random_ids(1, 30), random_ids(1, 9, 4)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    with compress(model, make(name, 0.5)) as session:
+        first = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        cache = session.cache
+        whole = torch.cat([first.sequences, turn], 1)
+        second = model.generate(whole, attention_mask=torch.ones_like(whole), cache=cache, **options)
+        assert session.cache is cache
+        kept, tokens = all_held(session), second.sequences[0, whole.shape[1] :].tolist()
+        session.prefill(ids)
+        assert session.generate(5).tokens[0] == first.sequences[0, 30:].tolist()
+        session.prefill(turn, cache=session.cache)
+        assert session.generate(5).tokens[0] == tokens
+        assert all_held(session) == kept
+
+
+def test_embeddings_may_be_given_instead_of_ids():
+    """inputs_embeds is compressed like ids."""
+    ids = random_ids(1, 20)
+    with compress(MODEL, make("H2O", 0.5)) as session:
+        expected = session.prefill(ids).logits
+        kept = all_held(session)
+        got = MODEL(inputs_embeds=MODEL.get_input_embeddings()(ids)).logits[:, -1]
+        assert all_held(session) == kept
+    assert (got - expected).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("name", EVICTING)
 def test_every_sample_is_compressed_not_only_the_first(name):
     """Three samples in a row each end at their own cap."""
     with compress(MODEL, make(name, 0.5)) as session:

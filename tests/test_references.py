@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
 
 from kvcompress import attention, compress
-from kvcompress.method import Chunked
+from kvcompress.method import Allocator, Chunked
 from kvcompress.methods import H2O, TOVA, SnapKV, StreamingLLM
 
 LENGTHS = [24, 15]
@@ -111,6 +112,25 @@ def test_the_size_of_blocks_changes_nothing(method, loop_class, options, monkeyp
     """Attention in blocks of a few queries keeps what the loops keep, in prompt, later turn and decode."""
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 400)
     follow(method(budget=BUDGET, **options), loop_class, later=(1, 9, 1, 1, 1), **options)
+
+
+@dataclass(frozen=True)
+class Lopsided(Allocator):
+    """Layer i of 3 gets i sixths of everything, its first head a quarter of that."""
+
+    def allocate(self, scores, stats, layers_seen, n_layers, total):
+        layer = total * layers_seen // 6
+        return [torch.stack([layer // 4, layer - layer // 4], 1)]
+
+
+LOPSIDED = {(i, h): (i + 1) / 6 * (0.25, 0.75)[h] for i in range(3) for h in range(2)}
+
+
+def test_h2o_over_heads_of_different_lengths_keeps_what_the_loop_keeps():
+    """Mass, decode evictions and later turns are right where every head holds its own number of tokens."""
+    method = H2O(budget=BUDGET, allocator=Lopsided())
+    loop = follow(method, LoopH2O, lengths=[40, 37], later=(*[1] * 20, 9, 1, 1, 1), shares=LOPSIDED)
+    assert sorted({len(head) for rows in loop.kept.values() for head in rows[0]}) == [2, 4, 6, 12, 18]
 
 
 def test_tova_may_drop_the_newest_token():
