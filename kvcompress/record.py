@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
@@ -72,23 +71,13 @@ def source_hash() -> str:
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """`versions.*`: commit (with `+dirty` where the tree differs), source hash and the packages that matter."""
+    """`versions.*` that do not depend on the machine: source hash and the packages that matter."""
     found = {"versions.source": source_hash()}
-    for package in ("kvcompress", "torch", "transformers", "tokenizers", "hydra-core"):
+    for package in ("kvcompress", "tokenizers", "hydra-core"):
         try:
             found[f"versions.{package}"] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    root = Path(__file__).resolve().parent.parent
-    try:
-        git = ["git", "-C", str(root)]
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10
-        )
-        found["versions.git"] = commit.stdout.strip() + ("+dirty" if changed.stdout.strip() else "")
-    except (OSError, subprocess.SubprocessError):
-        pass  # an installed package has no repository; the source hash says what ran
     return found
 
 

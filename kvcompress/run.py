@@ -256,7 +256,7 @@ class Runner:
         written: dict[str, Any] = dict.fromkeys(record.KEYS)
         written |= found
         written |= {f"parts.{name}": value for name, value in parts.items()}
-        written |= record.versions() | {"versions.hardware": hardware()}
+        written |= record.versions() | {f"versions.{name}": value for name, value in hardware(models.resolve_device(config.device)).items()}
         written |= {
             "run_id": folder.run_id,
             "status": status,

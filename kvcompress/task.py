@@ -106,7 +106,7 @@ class Task(ABC):
             `tokens` (one list of ids per turn), `finished` (per turn "stop" or "length"), `compressed` and `end`
             (`session.report()` after the compression and at the end), `ttft_s` (from the start of the prompt to the
             logits of the first token, compression included), `prefill_s`, `compress_s`, `tpot_s` (seconds of each
-            decoded token), `prefill_peak` and `decode_peak` (bytes, None where it cannot be measured).
+            decoded token), `prefill_peak` and `decode_peak` (bytes of the device, or of this process on the CPU).
         """
         device = session.model.device
         synchronize(device)
@@ -145,6 +145,6 @@ class Task(ABC):
             "prefill_s": compressed["time"]["prefill_s"],
             "compress_s": compressed["time"]["compress_s"],
             "tpot_s": tpot,
-            "prefill_peak": prompt_peak.bytes,
-            "decode_peak": decode_peak.bytes,
+            "prefill_peak": prompt_peak.peak,
+            "decode_peak": decode_peak.peak,
         }

@@ -154,6 +154,7 @@ class Needle(Task):
                 "depth": depth,
                 "prompt_tokens": len(prompt),
                 "truncated_tokens": 0,
+                "hay_tokens": filled.hay,
                 "needle_depths": [round(d, 6) for d in filled.depths],
                 "needle_offsets": [len(wrap.head) + offset for offset in filled.offsets],
                 "prompt_hash": hashlib.sha256(" ".join(map(str, prompt)).encode()).hexdigest()[:16],

@@ -1,0 +1,124 @@
+"""Hydra: every option of every group composes to its concrete type with every field; wrong names and keys fail."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import kvcompress.conf
+from kvcompress import config
+from kvcompress.method import Chunked, Uniform
+from kvcompress.tasks import TASKS
+
+FOLDER = Path(kvcompress.conf.__file__).resolve().parent
+
+
+def cell(*overrides):
+    config.register()
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+@pytest.mark.parametrize("name", config.method_classes())
+def test_every_method_has_a_yaml_and_composes_to_its_class_with_every_field(name):
+    cls = config.method_classes()[name]
+    made = cell(f"method={name}", "budget=0.5")
+    schema = OmegaConf.to_object(made.method)
+    assert type(schema).__name__ == f"{cls.__name__}Config"
+    own = {item.name for item in fields(cls)} - set(config.METHOD_ELSEWHERE)
+    assert own <= set(vars(schema))
+    method = config.build_method(made)
+    assert type(method) is cls and method == cls(budget=0.5)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_has_a_yaml_and_composes_to_its_class_with_its_defaults(name):
+    made = cell(f"task={name}", "seed=3", "paths.data=null")
+    assert config.build_task(made) == TASKS[name](seed=3)
+
+
+@pytest.mark.parametrize("name", config.method_classes())
+def test_a_value_that_is_not_the_default_reaches_the_method(name):
+    cls = config.method_classes()[name]
+    for item in fields(cls):
+        if item.name in (*config.METHOD_ELSEWHERE, "preset"):
+            continue
+        default = getattr(cls(budget=0.5), item.name)
+        if isinstance(default, bool):
+            value: object = not default
+        elif isinstance(default, int):
+            value = default + 2  # stays odd where it must be
+        else:
+            continue
+        try:
+            expected = cls(**{"budget": 0.5, item.name: value})
+        except ValueError:
+            continue
+        made = cell(f"method={name}", "budget=0.5", f"method.{item.name}={value}")
+        assert config.build_method(made) == expected
+
+
+def test_a_preset_fills_only_what_is_not_set():
+    for name, cls in config.method_classes().items():
+        for preset in cls.presets:
+            assert config.build_method(cell(f"method={name}", "budget=0.5", f"method.preset={preset}")) == cls(
+                budget=0.5, preset=preset
+            )
+
+
+def test_parts_replace_the_methods_own_only_where_chosen():
+    assert config.build_method(cell("method=h2o", "budget=0.5")).allocator is None
+    method = config.build_method(cell("method=h2o", "budget=0.5", "allocator=uniform", "prefill=chunked", "prefill.chunk=64"))
+    assert method.allocator == Uniform() and method.prefill == Chunked(64)
+
+
+def test_int_and_float_budgets_keep_their_type():
+    assert config.build_method(cell("method=random", "budget=64")).budget == 64
+    assert isinstance(config.build_method(cell("method=random", "budget=1.0")).budget, float)
+
+
+@pytest.mark.parametrize(
+    "override", ["method.windw=3", "+method.windw=3", "task.lenghts=[3]", "bugdet=3", "method.window=abc", "+sweep.x=1"]
+)
+def test_unknown_keys_and_wrong_types_fail(override):
+    with pytest.raises((ConfigCompositionException, OmegaConfBaseException)):
+        cell("method=snapkv", override)
+
+
+def test_random_and_hub_models_are_choices():
+    assert cell("model=random/qwen2").model.name == "random/qwen2"
+    assert cell("model.name=/some/folder").model.name == "/some/folder"
+    config.check_overrides(["model=Qwen/Qwen2.5-0.5B,smollm2"], FOLDER)
+    assert cell("model=Qwen/Qwen2.5-0.5B").model.name == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(
+    "override, hint",
+    [("method=h20", "did you mean h2o?"), ("task=needel", "did you mean needle?"), ("model=smolm2", "did you mean smollm2?")],
+)
+def test_a_wrong_name_lists_the_valid_ones_and_the_nearest(override, hint):
+    config.register()
+    with pytest.raises(ValueError) as error:
+        config.check_overrides(["-m", override, "budget=0.5"], FOLDER)
+    assert hint in str(error.value) and "Valid:" in str(error.value)
+    for name in config.options(override.split("=")[0], FOLDER):
+        assert name in str(error.value)
+
+
+def test_the_demo_is_a_sweep_over_known_methods():
+    params = OmegaConf.load(FOLDER / "experiment" / "demo.yaml").hydra.sweeper.params
+    assert set(params.method.split(",")) == {"full", "random", "streamingllm", "tova", "h2o", "snapkv"}
+    made = cell("experiment=demo")
+    assert made.sweep.name == "demo" and config.build_task(made).lengths == (1000,)
+
+
+def test_every_yaml_is_a_choice_that_composes():
+    for group in config.GROUPS:
+        for path in (FOLDER / group).rglob("*.yaml"):
+            cell(f"{group}={path.stem}")
