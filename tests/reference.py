@@ -53,7 +53,7 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 
 class MaskedReference:
-    """A model over a full-length cache in which `keep[layer]` `[B, H_kv, T]` says which of the first T columns are seen.
+    """A model over a full-length cache, in which `keep[layer]` `[B, H_kv, T]` marks what is seen of T columns.
 
     Columns past T are visible. Columns are physical: padding included. Use as a context manager; inside, the model
     answers through `forward`. `captured[layer]` holds the last forward's queries, all keys and its features.
@@ -162,7 +162,9 @@ class Loop:
     def __exit__(self, *exception: object) -> None:
         self.reference.__exit__(*exception)
 
-    def step(self, ids: Tensor, mask: Tensor | None = None, *, prompt: bool | None = None, compress: bool = True) -> Tensor:
+    def step(
+        self, ids: Tensor, mask: Tensor | None = None, *, prompt: bool | None = None, compress: bool = True
+    ) -> Tensor:
         """Feed `[B, n]` ids; a prompt (default: more than one token) fixes the caps anew. Logits `[B, n, V]`."""
         prompt = ids.shape[1] > 1 if prompt is None else prompt
         before = self.reference.seen
@@ -208,7 +210,9 @@ class Loop:
             return self.caps[b]
         return int(self.caps[b] * len(self.shares) * self.shares[layer, h] + 1e-9)
 
-    def probabilities(self, query: Tensor, key: Tensor, features: Features, h: int, columns: list[int], offset: int, at: int):
+    def probabilities(
+        self, query: Tensor, key: Tensor, features: Features, h: int, columns: list[int], offset: int, at: int
+    ):
         """Softmax of the query at column `at` over `columns` (those up to itself), per query head of KV head `h`."""
         group = query.shape[0] // key.shape[0]
         visible = [c for c in columns if c <= at]

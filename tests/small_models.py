@@ -1,7 +1,7 @@
 """Small random models whose attention is peaked, whose windows are short and whose soft-caps bite.
 
 Everything a wrong mask could hide behind is made large: weights, query-key norms, sinks, soft-caps; everything a
-window could hide behind is made short. Vocabulary 128, 4 query heads, 2 KV heads (unless asked otherwise), head size 16.
+window could hide behind is made short. Vocabulary 128, 4 query heads, 2 KV heads unless asked otherwise, head size 16.
 """
 
 from __future__ import annotations

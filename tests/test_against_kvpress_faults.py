@@ -144,7 +144,9 @@ def test_two_models_do_not_disturb_each_other():
         with compress(model, method) as session:
             out = [session.prefill(ids).logits]
             for t in range(4):
-                out.append(feed(model, session.cache, tokens[:, t : t + 1], torch.ones(1, 21 + t, dtype=torch.long))[:, -1])
+                out.append(
+                    feed(model, session.cache, tokens[:, t : t + 1], torch.ones(1, 21 + t, dtype=torch.long))[:, -1]
+                )
             return torch.stack(out), all_held(session)
 
     first, first_kept = alone(MODEL, make("H2O", 0.5))

@@ -25,7 +25,9 @@ from kvcompress.methods import METHODS, Full, SnapKV, StreamingLLM
 
 
 @pytest.mark.parametrize("name", EVICTING)
-@pytest.mark.parametrize("budget", [0, 0.0, -1, -0.5, 1.5, 2.0, math.nan, math.inf, -math.inf, True, False, "0.5", None])
+@pytest.mark.parametrize(
+    "budget", [0, 0.0, -1, -0.5, 1.5, 2.0, math.nan, math.inf, -math.inf, True, False, "0.5", None]
+)
 def test_a_budget_out_of_range_is_refused(name, budget):
     """The error names the value and says what is allowed."""
     with pytest.raises(ValueError, match="budget") as error:
@@ -87,7 +89,9 @@ def test_encoder_only_models_are_refused():
 
 def test_encoder_decoder_models_are_refused():
     """A T5 is not supported."""
-    model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16))
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
+    )
     with pytest.raises(ValueError, match="t5"), compress(model.eval(), Full()):
         pass
 
@@ -103,7 +107,8 @@ def test_native_mla_is_refused_by_name():
     """DeepSeek-V3 caches latents, which need an adapter of their own."""
     config = DeepseekV3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1,
         kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -241,7 +246,10 @@ def test_compact_positions_take_a_prompt_longer_than_the_positions():
         assert session.cache.kept_tokens().unique().tolist() == [16]
         assert session.cache.positions(0)[0, 0].tolist() == [0, 1, *range(146, 160)]
         assert len(session.generate(40).tokens[0]) == 40
-    with compress(model, StreamingLLM(budget=16, sinks=2, positions="original")) as session, pytest.raises(ValueError, match="32"):
+    with (
+        compress(model, StreamingLLM(budget=16, sinks=2, positions="original")) as session,
+        pytest.raises(ValueError, match="32"),
+    ):
         session.prefill(random_ids(1, 160))
 
 
@@ -338,7 +346,9 @@ def test_right_padding_is_handled_or_refused():
         assert [p for p in kept.flatten().tolist() if p >= 0] == alone.flatten().tolist()
 
 
-@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"max_new_tokens": -1}, {"max_new_tokens": 2, "temperature": -1.0}])
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": 0}, {"max_new_tokens": -1}, {"max_new_tokens": 2, "temperature": -1.0}]
+)
 def test_generation_settings_out_of_range_are_refused(options):
     """The error names the setting."""
     with compress(small_model(), Full()) as session:

@@ -53,11 +53,19 @@ def test_a_codec_holds_codes_and_attention_sees_what_it_returns():
     with torch.no_grad():
         cache = RoundTripCache()
         expected_first = twin(ids, cache=cache).logits[:, -1]
-        expected = torch.cat([twin(more[:, :4], cache=cache).logits, *[twin(more[:, t : t + 1], cache=cache).logits for t in range(4, 8)]], 1)
+        expected = torch.cat(
+            [
+                twin(more[:, :4], cache=cache).logits,
+                *[twin(more[:, t : t + 1], cache=cache).logits for t in range(4, 8)],
+            ],
+            1,
+        )
     with compress(model, Full(codec=PerTokenInt8())) as session:
         first = session.prefill(ids).logits
         got = [feed(model, session.cache, more[:, :4], torch.ones(1, 24, dtype=torch.long))]
-        got += [feed(model, session.cache, more[:, t : t + 1], torch.ones(1, 21 + t, dtype=torch.long)) for t in range(4, 8)]
+        got += [
+            feed(model, session.cache, more[:, t : t + 1], torch.ones(1, 21 + t, dtype=torch.long)) for t in range(4, 8)
+        ]
         held = [t for layer in session.cache.layers for t in tensors_of(layer)]
         assert sum(t.dtype == torch.int8 for t in held) >= 6
         assert not [t for t in held if t.is_floating_point() and t.shape[-1] == 16], "no full-precision copy is held"
@@ -107,7 +115,7 @@ class FirstAndLast(Reader):
 
 
 def test_a_reader_decides_what_a_decode_query_attends_to():
-    """Decode steps equal the masked reference that shows first and last; longer forwards read everything; nothing is lost."""
+    """Decode steps equal the reference that shows first and last; longer forwards read all; nothing is lost."""
     model, twin = small_model(), small_model()
     lengths = [16, 9]
     ids, mask = left_padded(lengths)
@@ -147,7 +155,10 @@ def test_a_reader_works_over_an_evicted_cache():
     def run(method):
         with compress(model, method) as session:
             session.prefill(ids)
-            out = [feed(model, session.cache, random_ids(1, 1, t), torch.ones(1, 25 + t, dtype=torch.long)) for t in range(5)]
+            out = [
+                feed(model, session.cache, random_ids(1, 1, t), torch.ones(1, 25 + t, dtype=torch.long))
+                for t in range(5)
+            ]
             return torch.cat(out, 1), all_held(session)
 
     plain, kept = run(SnapKV(budget=0.5, window=2))

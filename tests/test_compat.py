@@ -42,10 +42,15 @@ def test_cache_update_takes_keys_values_layer_and_passes_kwargs_on():
 def test_cache_answers_mask_sizes_and_query_offset():
     """The mask is built from get_mask_sizes(q, layer) -> (length, offset) and get_query_offset(layer)."""
     expect(hasattr(cache_utils.Cache, "get_query_offset"), "Cache.get_query_offset is gone")
-    expect(parameters(cache_utils.Cache.get_mask_sizes)[:3] == ["self", "query_length", "layer_idx"], "Cache.get_mask_sizes")
+    expect(
+        parameters(cache_utils.Cache.get_mask_sizes)[:3] == ["self", "query_length", "layer_idx"],
+        "Cache.get_mask_sizes",
+    )
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, 5, 4), torch.zeros(1, 1, 5, 4), 0)
-    expect(tuple(cache.get_mask_sizes(3, 0)) == (8, 0), f"get_mask_sizes gives {cache.get_mask_sizes(3, 0)}, not (8, 0)")
+    expect(
+        tuple(cache.get_mask_sizes(3, 0)) == (8, 0), f"get_mask_sizes gives {cache.get_mask_sizes(3, 0)}, not (8, 0)"
+    )
     expect(cache.get_query_offset(0) == 5, f"get_query_offset gives {cache.get_query_offset(0)}, not the length 5")
 
 
@@ -66,11 +71,14 @@ def test_layer_types_are_read_from_the_configuration():
     types, kwargs = cache_utils.get_layer_types_and_kwargs(small_model("gemma2").config)
     expect(list(types) == ["sliding_attention", "full_attention"] * 2, f"layer types of gemma2: {types}")
     expect(len(kwargs) == 4, "one dict of arguments per layer")
-    expect({"full_attention", "sliding_attention"} <= set(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING), "DYNAMIC_LAYER_TYPE_MAPPING")
+    expect(
+        {"full_attention", "sliding_attention"} <= set(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING),
+        "DYNAMIC_LAYER_TYPE_MAPPING",
+    )
 
 
 def test_attention_and_mask_can_be_registered_and_receive_what_we_use():
-    """A registered attention gets (module, q, k, v, mask, scaling=…) with layer_idx; the mask its sizes and function."""
+    """A registered attention gets (module, q, k, v, mask, scaling=…), the mask function its sizes."""
     seen = {}
 
     def attention(module, query, key, value, attention_mask, **kwargs):
@@ -122,7 +130,9 @@ def test_the_layer_may_hand_itself_on_through_the_keyword_arguments():
         seen.clear()
         with torch.no_grad():
             model(random_ids(1, 4), cache=cache)
-        expect(seen == cache.layers, f"{architecture}: kwargs written by layer.update do not reach the attention function")
+        expect(
+            seen == cache.layers, f"{architecture}: kwargs written by layer.update do not reach the attention function"
+        )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -147,7 +157,11 @@ def test_features_arrive_as_keyword_arguments():
 
     AttentionInterface.register("test_compat_features", attention)
     AttentionMaskInterface.register("test_compat_features", masking_utils.eager_mask)
-    for architecture, name, layer in (("gemma2", "softcap", 1), ("gemma2", "sliding_window", 0), ("gpt_oss", "s_aux", 1)):
+    for architecture, name, layer in (
+        ("gemma2", "softcap", 1),
+        ("gemma2", "sliding_window", 0),
+        ("gpt_oss", "s_aux", 1),
+    ):
         model = small_model(architecture)
         model.set_attn_implementation("test_compat_features")
         seen.clear()

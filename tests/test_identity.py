@@ -127,7 +127,7 @@ def test_sampling_with_a_seed_equals_the_stock_model(name):
 
 
 def test_session_sampling_is_reproducible():
-    """session.generate draws the same tokens for the same seed, other tokens for another, and leaves the global seed."""
+    """session.generate draws the same tokens for the same seed, others for another, and leaves the global seed."""
     model = stock()
     ids = random_ids(1, PROMPT)
 

@@ -64,7 +64,7 @@ def test_kept_is_the_smaller_of_length_and_cap_in_order_and_nothing_comes_back(n
 @quick
 @given(rows=lengths, budget=st.integers(6, 12), seed=st.integers(0, 5), steps=st.integers(0, 8))
 def test_int_budgets_are_tokens(name, rows, budget, seed, steps):
-    """An int budget keeps that many tokens in every row that has them, and all of shorter rows, which may still grow."""
+    """An int budget keeps that many tokens in every row that has them, and all of shorter ones, which may grow."""
     method = make(name, budget)
     ids, mask = left_padded(rows, seed)
     with compress(MODEL, method) as session:
@@ -177,7 +177,9 @@ def test_a_batch_row_gets_what_it_gets_alone(name):
             alone_logits = session.prefill(ids[b : b + 1, -length:]).logits
             alone = all_held(session)
         assert (alone_logits - logits[b]).abs().max() <= 1e-5
-        assert {layer: heads[b] for layer, heads in together.items()} == {layer: heads[0] for layer, heads in alone.items()}
+        assert {layer: heads[b] for layer, heads in together.items()} == {
+            layer: heads[0] for layer, heads in alone.items()
+        }
 
 
 @pytest.mark.parametrize("name", EVICTING)

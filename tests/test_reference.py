@@ -35,7 +35,9 @@ def test_dropping_columns_moves_the_logits(architecture):
     with MaskedReference(model) as reference:
         reference.forward(ids[:, :24])
         for layer in range(model.config.num_hidden_layers):
-            keep = torch.rand(1, reference.captured[layer][1].shape[1], 24, generator=torch.Generator().manual_seed(layer))
+            keep = torch.rand(
+                1, reference.captured[layer][1].shape[1], 24, generator=torch.Generator().manual_seed(layer)
+            )
             reference.keep[layer] = keep < 0.25
         got = reference.forward(ids[:, 24:])
     assert (got - expected).abs().max() > 1e-2

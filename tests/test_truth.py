@@ -56,7 +56,7 @@ def masked(model, ids, mask, more, keeps):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_eviction_equals_the_masked_full_cache(architecture, seed):
-    """Random kept sets per layer and head, left-padded: equal one shot, token by token and appended; and they matter."""
+    """Random kept sets per layer and head, left-padded: equal one shot, step by step and mixed; and they matter."""
     model = small_model(architecture, seed=seed)
     ids, mask, more, whole_mask = inputs(seed)
     with compress(model, Full()) as session:
@@ -176,8 +176,13 @@ def test_future_tokens_are_invisible():
     def run(tokens):
         with compress(model, Full()) as session:
             cache = session.prefill(tokens[:, :8]).cache
-            return torch.cat([feed(model, cache, tokens[:, 8:16], torch.ones(1, 16, dtype=torch.long)),
-                              feed(model, cache, tokens[:, 16:], torch.ones(1, 24, dtype=torch.long))], 1)
+            return torch.cat(
+                [
+                    feed(model, cache, tokens[:, 8:16], torch.ones(1, 16, dtype=torch.long)),
+                    feed(model, cache, tokens[:, 16:], torch.ones(1, 24, dtype=torch.long)),
+                ],
+                1,
+            )
 
     moved = (run(ids) - run(changed)).abs().amax((0, 2))
     assert moved[:10].max() <= 1e-6
