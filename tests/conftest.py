@@ -1,0 +1,5 @@
+"""Tests run on one thread: the models are tiny."""
+
+import torch
+
+torch.set_num_threads(1)

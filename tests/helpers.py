@@ -1,0 +1,103 @@
+"""What several test files ask of a session."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompress.method import Method
+from kvcompress.methods import METHODS
+
+EVICTING = sorted(name for name, cls in METHODS.items() if cls.budget_kind == "held_tokens")
+
+
+def make(name: str, budget: float | int, **options: Any) -> Method:
+    """A method by class name, with a small window where it has one, so that tiny prompts exercise it."""
+    cls = METHODS[name]
+    fields = cls.__dataclass_fields__
+    if "window" in fields and "window" not in options:
+        options["window"] = 3
+    if "sinks" in fields and "sinks" not in options:
+        options["sinks"] = 2
+    return cls(budget=budget, **options)
+
+
+def position_ids(mask: Tensor, new: int) -> Tensor:
+    """Positions of the last `new` columns, counted over real tokens."""
+    return (mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
+
+
+@torch.no_grad()
+def feed(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """Logits `[B, n, V]` of the next columns through `model(...)`; `mask` covers all columns, these included."""
+    positions = position_ids(mask, ids.shape[1])
+    return model(ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True).logits
+
+
+def held(cache: Any, layer: int) -> list[list[list[int]]]:
+    """Positions held per row and head, in stored order, empty slots left out."""
+    return [[[int(p) for p in head if p >= 0] for head in row] for row in cache.positions(layer).tolist()]
+
+
+def all_held(session: Any, cache: Any = None) -> dict[int, list[list[list[int]]]]:
+    cache = session.cache if cache is None else cache
+    return {layer: held(cache, layer) for layer in session.full_layers}
+
+
+def keep_positions(cache: Any, layer: int, wanted: Tensor) -> None:
+    """Make a layer keep the positions marked in `wanted [B, H_kv, n]` (by original position)."""
+    positions = cache.positions(layer)
+    marked = wanted.gather(2, positions.clamp(min=0)) & (positions >= 0)
+    cache.layers[layer].keep(marked)
+
+
+def tensors_of(thing: Any) -> list[Tensor]:
+    """Every tensor reachable from a cache or layer through attributes, dicts, lists and tuples."""
+    seen: set[int] = set()
+
+    def walk(value: Any) -> Iterator[Tensor]:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            for inner in value.values():
+                yield from walk(inner)
+        elif isinstance(value, (list, tuple, set)):
+            for inner in value:
+                yield from walk(inner)
+        elif type(value).__module__.startswith("kvcompress.") and not isinstance(value, (type, Method)):
+            if type(value).__name__ in ("Session", "CompressedCache") and value is not thing:
+                return
+            for inner in getattr(value, "__dict__", {}).values():
+                yield from walk(inner)
+            for slot in getattr(type(value), "__slots__", ()):
+                yield from walk(getattr(value, slot, None))
+
+    return list(walk(thing))
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def live_storages() -> dict[int, int]:
+    """Distinct storages of every tensor alive in the process: pointer -> bytes."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def fingerprint(cache: Any) -> list[bytes]:
+    """The bytes of everything a cache holds, to see whether it changes."""
+    return [t.detach().contiguous().cpu().numpy().tobytes() for layer in cache.layers for t in tensors_of(layer)]

@@ -1,0 +1,92 @@
+"""Small random models whose attention is peaked, whose windows are short and whose soft-caps bite.
+
+Everything a wrong mask could hide behind is made large: weights, query-key norms, sinks, soft-caps; everything a
+window could hide behind is made short. Vocabulary 128, 4 query heads, 2 KV heads unless asked otherwise, head size 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 128
+WINDOW = 6
+SOFTCAP = 1.5
+
+_HYBRID = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+_SLIDING = {"layer_types": _HYBRID, "num_hidden_layers": 4, "sliding_window": WINDOW}
+
+# architecture -> what its configuration needs beyond the common sizes
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "num_hidden_layers": 4},
+    "qwen3": {"use_sliding_window": True, **_SLIDING},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "phi3": {"pad_token_id": 0, "partial_rotary_factor": 0.5},
+    "gemma2": {"attn_logit_softcapping": SOFTCAP, "query_pre_attn_scalar": 16, **_SLIDING},
+    "gemma3_text": {"query_pre_attn_scalar": 16, **_SLIDING},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "granite": {"attention_multiplier": 0.25, "residual_multiplier": 0.7, "logits_scaling": 1.0},
+    "olmo2": {},
+    "glm4": {"partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "cohere2": {"logit_scale": 1.0, **_SLIDING},
+    "starcoder2": {"sliding_window": None},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
+}
+ARCHITECTURES = tuple(OPTIONS)
+HYBRID = ("qwen2", "qwen3", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
+
+
+def small_model(architecture: str = "llama", *, seed: int = 0, groups: int = 2, scale: float = 0.12, **options: Any):
+    """A seeded random model in float32 with eager attention, and 4 query heads per `4 // groups` KV heads."""
+    config = AutoConfig.for_model(
+        architecture,
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4 // groups,
+            "head_dim": 16,
+            "max_position_embeddings": 1024,
+            "initializer_range": scale,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "tie_word_embeddings": False,
+            **OPTIONS[architecture],
+            **options,
+        },
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.add_(0.3 + 0.2 * torch.rand(parameter.shape, generator=generator))
+            elif name.endswith(("sinks", "q_proj.bias", "k_proj.bias")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            elif name == "lm_head.weight":  # rounding in float32 then stays well below 1e-5 in the logits
+                parameter.mul_(0.5)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[batch, length]` that avoid the special ids 0 and 1."""
+    return torch.randint(2, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1000 + seed))
+
+
+def left_padded(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and 0/1 mask of a batch whose rows have `lengths` real tokens, padded on the left."""
+    width = max(lengths)
+    ids, mask = random_ids(len(lengths), width, seed), torch.ones(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, : width - length] = 0
+        mask[row, : width - length] = 0
+    return ids, mask
