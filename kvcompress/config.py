@@ -201,6 +201,24 @@ def check_overrides(overrides: Sequence[str], folder: Path) -> None:
             raise ValueError(f"{group}={value!r} is unknown{hint} Valid: {', '.join(valid)}{other}")
 
 
+def check_keys(config: DictConfig) -> None:
+    """Refuse keys that no schema has: Hydra's `+key=value` adds them even to a typed group.
+
+    Raises:
+        ValueError: names the key and those that are valid.
+    """
+    for group, node in ((None, config), *((key, config[key]) for key in config)):
+        kind = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+        if kind is None or not is_dataclass(kind):
+            continue
+        valid = [item.name for item in fields(kind)]
+        for key in node:
+            if key not in valid:
+                near = difflib.get_close_matches(str(key), valid, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ";"
+                raise ValueError(f"{f'{group}.' if group else ''}{key} is no setting{hint} Valid: {', '.join(valid)}")
+
+
 def _values(node: Any) -> dict[str, Any]:
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(vars(node))
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}  # type: ignore

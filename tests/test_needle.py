@@ -29,7 +29,6 @@ def tokenizer(adds_bos: bool, template_adds_bos: bool | None):
     return made
 
 
-
 @given(
     length=st.integers(420, 1500),
     depth=st.floats(0, 1),

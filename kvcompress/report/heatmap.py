@@ -76,7 +76,9 @@ def _paint(axes: Any, table: list[list[float]], x: Sequence[str], depths: Sequen
             for j, value in enumerate(line):
                 if not math.isnan(value):
                     text = f"{value:.2f}".rstrip("0").rstrip(".")
-                    axes.text(j, i, text, ha="center", va="center", fontsize=7, color="black" if value > 0.55 else "white")
+                    axes.text(
+                        j, i, text, ha="center", va="center", fontsize=7, color="black" if value > 0.55 else "white"
+                    )
     return image
 
 
@@ -101,7 +103,10 @@ def _methods(plt: Any, runs: Sequence[tuple[Any, Any]], length: int, depths: Seq
 def _grids(plt: Any, runs: Sequence[tuple[Any, Any]], lengths: Sequence[int], depths: Sequence[float]) -> Any:
     columns = min(4, len(runs))
     lines = math.ceil(len(runs) / columns)
-    size = (max(5.0, columns * max(2.4, 0.45 * len(lengths) + 0.8) + 1.0), lines * max(2.2, 0.3 * len(depths) + 1.0) + 0.6)
+    size = (
+        max(5.0, columns * max(2.4, 0.45 * len(lengths) + 0.8) + 1.0),
+        lines * max(2.2, 0.3 * len(depths) + 1.0) + 0.6,
+    )
     figure, panels = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     image = None
     for number, panel in enumerate(panels.flat):
