@@ -8,12 +8,14 @@ place. Nothing here names a method or a task: they are found.
 from __future__ import annotations
 
 import difflib
+import functools
+import operator
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -34,10 +36,10 @@ class ModelConfig:
     """`name` and what `load` takes beside it; `options` are for random models only."""
 
     name: str = MISSING
-    revision: Optional[str] = None
+    revision: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    device_map: Optional[str] = None
+    device_map: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,14 +57,14 @@ class LoggerConfig:
     name: str = "none"
     project: str = "kvcompress"
     mode: str = "offline"
-    dir: Optional[str] = None
+    dir: str | None = None
 
 
 @dataclass
 class PathsConfig:
     """`data`: data sets, used where present; `results`: records. Neither is part of the run id."""
 
-    data: Optional[str] = None
+    data: str | None = None
     results: str = "results"
 
 
@@ -77,11 +79,11 @@ class RunConfig:
     codec: Any = None
     reader: Any = None
     prefill: Any = None
-    budget: Union[float, int] = 1.0
+    budget: float | int = 1.0
     seed: int = 0
     dtype: str = "float32"
     device: str = "auto"
-    limit: Optional[int] = None
+    limit: int | None = None
     resume: str = "auto"
     sweep: Any = field(default_factory=SweepConfig)
     logger: Any = field(default_factory=LoggerConfig)
@@ -133,7 +135,7 @@ def _plain(kind: Any) -> Any:
     if origin is tuple:
         return list[_plain(arguments[0])]  # type: ignore[misc]
     if origin in (Union, types.UnionType):
-        return Union[tuple(_plain(argument) for argument in arguments)]
+        return functools.reduce(operator.or_, (_plain(argument) for argument in arguments))
     return kind
 
 

@@ -92,7 +92,7 @@ def check_lengths(samples: Sequence[Sample], model: Any, method: Method) -> None
     longest = max(samples, key=lambda sample: sample.total_tokens())
     if longest.total_tokens() > limit:
         raise ValueError(
-            f"sample {longest.id} needs {longest.total_tokens()} positions (answer included) and the model has {limit}; "
+            f"sample {longest.id} needs {longest.total_tokens()} positions, answer included; the model has {limit}; "
             "choose shorter prompts, or a method with compact positions"
         )
 
@@ -122,7 +122,7 @@ class Runner:
         return outcome
 
     def _cell(self, config: DictConfig) -> Outcome:
-        named: dict[str, Any] = dict(method=str(OmegaConf.select(config, "method.name")), budget=config.budget)
+        named: dict[str, Any] = {"method": str(OmegaConf.select(config, "method.name")), "budget": config.budget}
         try:
             check_keys(config)
             if config.resume not in RESUME:
@@ -136,7 +136,7 @@ class Runner:
         run_id = record.digest(cell)
         key = (config.sweep.name, run_id)
         folder = record.RunFolder(Path(config.paths.results), config.sweep.name, run_id)
-        named |= dict(run_id=run_id, folder=folder.path)
+        named |= {"run_id": run_id, "folder": folder.path}
         found = folder.record()
         if key in self._seen:
             return Outcome(
