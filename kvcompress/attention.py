@@ -21,7 +21,8 @@ from kvcompress.layouts import RaggedStore
 
 Tensor = torch.Tensor
 
-BLOCK_ELEMENTS = 1 << 22  # logits of one query block: 16 MiB in float32
+BLOCK_ELEMENTS = 1 << 21  # logits of one query block: 8 MiB in float32, so that they stay in a CPU's cache
+MIN_BLOCK = 16  # queries: smaller blocks would leave matrix units idle
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,13 @@ def kv_attention(
 
 
 def _windowed_layer(
-    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features, kwargs: dict[str, Any]
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    features: Features,
+    kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """A layer that keeps transformers' own cache (sliding window), with the mask transformers made for it."""
     if features.plain:
@@ -97,7 +104,7 @@ def _windowed_layer(
         total = k.shape[2]
         allowed = torch.ones(n, total, dtype=torch.bool, device=q.device).tril(total - n)[None, None]
     else:
-        allowed = mask
+        allowed = mask | ~mask.any(-1, keepdim=True)  # a padding query sees nothing: keep its row finite
     output = torch.empty_like(q)
     for rows in _blocks(n, q, k):
         output[:, :, rows], _ = _softmax_block(q[:, :, rows], k, v, allowed[:, :, rows], features)
@@ -123,7 +130,12 @@ def visible(positions: Tensor, queries: Tensor, window: int | None) -> Tensor:
 
 
 def attend(
-    layer: CompressedLayer, module: torch.nn.Module, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+    layer: CompressedLayer,
+    module: torch.nn.Module,
+    q: Tensor,
+    forward: Forward,
+    features: Features,
+    compressor: Compressor,
 ) -> tuple[Tensor, Tensor | None]:
     """Output `[B, H, n, D]`, and probabilities `[B, H_kv, G, 1, P]` of a single query where the method wants them."""
     n, store = q.shape[2], layer.held()
@@ -149,7 +161,9 @@ def attend(
         allowed: Tensor | None = visible(positions[..., :last], queries[:, rows], features.window)
         k, v = keys[:, :, :last], values[:, :, :last]
         if math:
-            output[:, :, rows], p = _softmax_block(q[:, :, rows], k, v, allowed, features, causal_from(store, forward, rows, n))
+            output[:, :, rows], p = _softmax_block(
+                q[:, :, rows], k, v, allowed, features, causal_from(store, forward, rows, n)
+            )
             if mass is not None:
                 real = None if forward.real is None else forward.on("real", q.device)[:, rows]
                 mass[..., :last] += (p if real is None else p * real[:, None, None, :, None]).sum(3)
@@ -169,7 +183,7 @@ def causal_from(store: Any, forward: Forward, rows: slice, n: int) -> int | None
 
 def _blocks(n: int, q: Tensor, k: Tensor) -> list[slice]:
     """Cut n queries so that one block's logits stay under BLOCK_ELEMENTS."""
-    size = max(1, min(n, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2])))
+    size = min(n, max(MIN_BLOCK, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2])))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
@@ -203,7 +217,10 @@ def _softmax_block(
     """
     batch, all_heads, n, _ = q.shape
     heads = k.shape[1]
-    logits = torch.matmul(_group(q, heads), k.transpose(2, 3)).float().mul_(features.scaling)
+    if q.dtype == torch.float32:  # one pass less over the logits
+        logits = torch.matmul(_group(q * features.scaling, heads), k.transpose(2, 3))
+    else:
+        logits = torch.matmul(_group(q, heads), k.transpose(2, 3)).float().mul_(features.scaling)
     if features.softcap is not None:
         logits = logits.div_(features.softcap).tanh_().mul_(features.softcap)
     logits = logits.view(batch, heads, all_heads // heads, n, -1)

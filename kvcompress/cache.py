@@ -75,15 +75,19 @@ class CompressedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store new tokens `[B, H_kv, n, D]`, and hand this layer on to the attention function through `kwargs`."""
         cache = self.cache()
-        if cache is None or cache.forward is None or kwargs is None:
+        if kwargs is None:
+            raise RuntimeError("this model's attention does not hand its keyword arguments to cache.update()")
+        if cache is None or cache.forward is None:
             raise RuntimeError(
-                "this CompressedCache was used outside its session: call the model inside `with compress(model, method)`"
+                "this CompressedCache was used outside its session: call the model inside `with compress(...)`"
             )
         kwargs["kv_layer"] = self
         forward, heads = cache.forward, key_states.shape[1]
         rotation = cache.rotation(self.index)
         if rotation is not None:
-            key_states = rotation.unrotate(key_states, forward.on("positions", key_states.device)[:, None] + cache.shift(self))
+            key_states = rotation.unrotate(
+                key_states, forward.on("positions", key_states.device)[:, None] + cache.shift(self)
+            )
         new = cache.codec.encode(key_states, value_states)
         new["positions"] = forward.on("positions", key_states.device)[:, None].expand(key_states.shape[0], 1, -1)
         if self.store is None:
@@ -175,7 +179,9 @@ class CompressedLayer(CacheLayerMixin):
         store = self.held()
         before = int(store.counts.sum())
         if mask.shape != (*store.counts.shape, store.length):
-            raise ValueError(f"keep() needs a mask of shape {(*store.counts.shape, store.length)}, got {tuple(mask.shape)}")
+            raise ValueError(
+                f"keep() needs a mask of shape {(*store.counts.shape, store.length)}, got {tuple(mask.shape)}"
+            )
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
 
@@ -191,7 +197,7 @@ class CompressedLayer(CacheLayerMixin):
         copy.store = None if self.store is None else self.store.fork()
         copy.seen, copy.evicted, copy.is_initialized = self.seen, self.evicted, self.is_initialized
         if self.store is not None:
-            copy.device, copy.dtype = self.device, self.dtype
+            copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
         copy.state = {k: v.clone() for k, v in self.state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy
@@ -225,6 +231,7 @@ class CompressedCache(Cache):
         self.cap: Tensor | None = None  # [B] tokens kept per head, None without limit
         self.columns: Tensor | None = None  # bool [B, L] on the CPU, None while no column was padding
         self.clamped = False
+        self.broken = False  # a forward failed half-way
         self.moments: list[dict[str, Any]] = []
         self.kept_max = 0
         self.owner: Any = None
@@ -240,7 +247,8 @@ class CompressedCache(Cache):
         """What to add to original positions to get the compact positions of new tokens, `[B, 1, 1]`."""
         if layer.store is None or self.real is None:
             return 0
-        return (layer.counts[:, 0] - self.real).view(-1, 1, 1).to(layer.device)
+        added = 0 if self.forward is None else self.forward.added  # already part of `real`, not yet held
+        return (layer.counts[:, 0] - self.real + added).view(-1, 1, 1).to(layer.device)
 
     def held_rows(self) -> Tensor:
         """Tokens held per row by the first full-attention layer's first head, LongTensor `[B]` on the CPU."""
@@ -267,7 +275,9 @@ class CompressedCache(Cache):
     def _full(self, layer: int) -> CompressedLayer:
         chosen = self.layers[layer]
         if not isinstance(chosen, CompressedLayer):
-            raise ValueError(f"layer {layer} is a {type(chosen).__name__}: it keeps transformers' own cache, without positions")
+            raise ValueError(
+                f"layer {layer} is a {type(chosen).__name__}: it keeps transformers' own cache, without positions"
+            )
         return chosen
 
     def nbytes(self) -> dict[str, int]:
@@ -279,10 +289,25 @@ class CompressedCache(Cache):
             the storage of both, `full` = what a DynamicCache would hold for the same real tokens, `other_layers` =
             sliding-window layers.
         """
-        total = dict.fromkeys("keys_values positions scores index headroom host valid allocated full other_layers".split(), 0)
+        total = dict.fromkeys(
+            [
+                "keys_values",
+                "positions",
+                "scores",
+                "index",
+                "headroom",
+                "host",
+                "valid",
+                "allocated",
+                "full",
+                "other_layers",
+            ],
+            0,
+        )
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
-                total["other_layers"] += sum(_storage(t) for t in (layer.keys, layer.values) if t is not None)
+                held = [getattr(layer, name, None) for name in ("keys", "values")]
+                total["other_layers"] += sum(_storage(t) for t in held if t is not None)
             elif layer.store is not None:
                 for name, value in layer_bytes(layer, self.real).items():
                     total[name] += value
@@ -314,7 +339,7 @@ class CompressedCache(Cache):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, index))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
         self._rows(beam_idx)
 
@@ -332,7 +357,7 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     """Bytes of one layer by kind, from the storages its tensors live in."""
     store = layer.held()
     counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys("keys_values positions scores index allocated full".split(), 0)
+    found = dict.fromkeys(["keys_values", "positions", "scores", "index", "allocated", "full"], 0)
     for name, value in store.channels.items():
         allocated = _storage(value)
         if name in ("mass", "score"):

@@ -28,10 +28,9 @@ Tensor = torch.Tensor
 
 ATTENTION = "kvcompress"
 
-# Verified by tests/test_truth.py against each model's own eager attention.
-VERIFIED = (
+VERIFIED = (  # tests/test_truth.py compares each with its own eager attention
     "cohere2 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2"
-).split()
+).split()  # noqa: SIM905
 
 REFUSED = {
     "deepseek_v2": "its cache holds MLA latents, which need an adapter of their own",
@@ -106,25 +105,24 @@ def check_model(model: Any) -> None:
     text_kind = text_config(model).model_type
 
     def refuse(reason: str) -> None:
-        raise ValueError(f"cannot compress {kind!r} ({type(model).__name__}): {reason}. Verified: {', '.join(VERIFIED)}")
+        raise ValueError(
+            f"cannot compress {kind!r} ({type(model).__name__}): {reason}. Verified: {', '.join(VERIFIED)}"
+        )
 
     for name in (kind, text_kind):
         if name in REFUSED:
             refuse(REFUSED[name])
     if model.config.is_encoder_decoder:
         refuse("encoder-decoder models are not supported")
-    if not getattr(text_config(model), "is_causal", True) or not model.can_generate() and not _is_decoder(model):
+    if not getattr(text_config(model), "is_causal", True):
         refuse("it is not a causal decoder, so it has no KV cache to compress")
-    unsupported = sorted(set(layer_types(model)) - SUPPORTED_LAYERS) if _has_attention_layers(model) else ["state-space"]
+    unsupported = (
+        sorted(set(layer_types(model)) - SUPPORTED_LAYERS) if _has_attention_layers(model) else ["state-space"]
+    )
     if unsupported:
         refuse(f"it has layers without a per-token KV cache that we can hold ({', '.join(unsupported)})")
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
         refuse("its attention does not go through transformers' AttentionInterface")
-
-
-def _is_decoder(model: PreTrainedModel) -> bool:
-    """A decoder without a language-model head, such as LlamaModel."""
-    return "cache" in inspect.signature(model.forward).parameters and not getattr(model.config, "is_decoder", None) is False
 
 
 def _has_attention_layers(model: PreTrainedModel) -> bool:
@@ -205,14 +203,18 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
     rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
     kinds = {str(k) for m in rotary for k in _rope_types(m)}
     if varying := kinds & {"dynamic", "longrope"}:
-        raise ValueError(f"rotation of {model.config.model_type!r} depends on the length ({', '.join(varying)} RoPE scaling)")
+        raise ValueError(
+            f"rotation of {model.config.model_type!r} depends on the length ({', '.join(varying)} RoPE scaling)"
+        )
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     keys = []
     for position in (3, 11):
         cache = DynamicCache(config=text_config(model))
         base_model(model)(input_ids=token, position_ids=token + position, cache=cache, use_cache=True)
-        keys.append([layer.keys for layer in cache.layers])
-    frequencies = [b.float() for m in rotary for n, b in m.named_buffers() if n.endswith("inv_freq") and "original" not in n]
+        keys.append([layer.keys for layer in cache.layers])  # type: ignore[union-attr]
+    frequencies = [
+        b.float() for m in rotary for n, b in m.named_buffers() if n.endswith("inv_freq") and "original" not in n
+    ]
     candidates = [Rotation("none")] + [Rotation(s, f) for f in frequencies for s in ("half", "interleaved")]
     return [_fit(candidates, a, b, i, model) for i, (a, b) in enumerate(zip(*keys, strict=True))]
 

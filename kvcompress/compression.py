@@ -36,7 +36,9 @@ class Compressor:
         self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
         for name in ("hidden", "prerope", "extra_passes"):
             if getattr(self.needs, name):
-                raise ValueError(f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe")
+                raise ValueError(
+                    f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
+                )
         self.kernels: set[str] = set()
         self.seconds = 0.0
 
@@ -59,7 +61,9 @@ class Compressor:
         """Note which attention kernel ran."""
         self.kernels.add(name)
 
-    def select(self, layer: CompressedLayer, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor | None:
+    def select(
+        self, layer: CompressedLayer, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+    ) -> Tensor | None:
         """Slots the reader lets a decode query attend to, `[B, H_kv or H, n]`, or None for all."""
         view = self._view(layer, keys, values, positions, "decode", q.shape[1] // keys.shape[1], layer.counts[:, 0])
         return self.parts.reader.select(q, view, layer.state)
@@ -95,15 +99,19 @@ class Compressor:
 
     # ------------------------------------------------------------------ deciding and applying
 
-    def after_attention(self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features) -> None:
+    def after_attention(
+        self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
+    ) -> None:
         """Called once per layer and forward, when the output that used the un-evicted keys is computed."""
         cache = layer.cache()
         if not self.limited or cache is None or cache.forward is None:
             return
         forward, schedule = cache.forward, self.parts.schedule
-        if self.needs.window and (forward.phase == "prompt" or (forward.phase == "decode" and schedule.every is not None)):
-            if self.needs.window > 1 or forward.phase == "prompt":
-                self._remember_queries(layer, q, forward)
+        prompt = forward.phase == "prompt"
+        # a decode step's own attention is known already, so a window of one needs no queries there
+        later = forward.phase == "decode" and schedule.every is not None and self.needs.window > 1
+        if self.needs.window and (prompt or later):
+            self._remember_queries(layer, q, forward)
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
@@ -156,11 +164,18 @@ class Compressor:
             counts = layer.target
         else:
             total = cache.cap * scores.shape[1] * self.n_layers
-            counts = self.parts.allocator.allocate([scores], [None], 1, self.n_layers, total)[0]
+            counts = self.parts.allocator.allocate(
+                [scores], [None], cache.full_layers.index(layer) + 1, self.n_layers, total
+            )[0]
         self._apply(layer, scores, positions, counts, rows, forward, cache)
 
     def _score(
-        self, layer: CompressedLayer, probabilities: Tensor | None, features: Features, forward: Forward, cache: CompressedCache
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
     ) -> tuple[Tensor, Tensor]:
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
@@ -168,15 +183,26 @@ class Compressor:
         positions = layer.positions()
         observed = LayerObserved(layer, keys, positions, probabilities, features, forward)
         kept = torch.minimum(cache.cap, layer.counts.amax(1))
-        view = self._view(layer, keys, values, positions.expand(-1, keys.shape[1], -1), forward.phase, observed.group, kept)
+        view = self._view(
+            layer, keys, values, positions.expand(-1, keys.shape[1], -1), forward.phase, observed.group, kept
+        )
         scores = scorer.score(view, observed, layer.state)
         shape = (keys.shape[0], keys.shape[1], keys.shape[2])
         if scores.shape != shape or scores.dtype != torch.float32:
-            raise ValueError(f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 {shape}")
+            raise ValueError(
+                f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 {shape}"
+            )
         return scores, positions
 
     def _view(
-        self, layer: CompressedLayer, keys: Tensor, values: Tensor, positions: Tensor, phase: str, group: int, kept: Tensor
+        self,
+        layer: CompressedLayer,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        phase: str,
+        group: int,
+        kept: Tensor,
     ) -> LayerView:
         cache = layer.cache()
         assert cache is not None and cache.real is not None
@@ -208,7 +234,8 @@ class Compressor:
                 return
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
-            layer.target = counts
+            assert layer.target is not None
+            layer.target = torch.where(rows[:, None], counts, layer.target)  # other rows may still grow to their cap
 
     # ------------------------------------------------------------------ allocators that look at several layers
 
@@ -301,7 +328,7 @@ class LayerObserved(Observed):
 
 
 def _guarded(positions: Tensor, protection: budgets.Protection) -> tuple[Tensor, Tensor]:
-    """(held, protected) bool `[B, H, P]`: non-empty slots, and those among the first sinks or the last window of them."""
+    """(held, protected) bool `[B, H, P]`: non-empty slots, and the first sinks and last window of them."""
     held = positions >= 0
     rank = held.cumsum(-1) - 1
     number = held.sum(-1, keepdim=True)
@@ -343,5 +370,3 @@ def lowest_slot(scores: Tensor, positions: Tensor, protection: budgets.Protectio
     highest = torch.finfo(torch.float32).max
     ranked = scores.clamp(max=highest).masked_fill(~candidate, float("inf"))
     return scores.shape[-1] - 1 - ranked.flip(-1).argmin(dim=-1, keepdim=True)
-
-

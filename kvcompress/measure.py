@@ -92,6 +92,12 @@ class PeakMemory:
         """Bytes by which the block raised memory at its highest, `peak - start`."""
         return self.peak - self.start
 
+    @property
+    def bytes(self) -> int:
+        """The figure for records: the allocator's peak on CUDA; on the CPU the growth, since the process's resident
+        memory also counts the interpreter, its libraries and the weights."""
+        return self.peak if self.method == "cuda" else self.growth
+
     def __enter__(self) -> PeakMemory:
         gc.collect()
         _trim()

@@ -1,26 +1,22 @@
-"""`compress(model, method)`: attach to a model, run prompts and decoding through a compressed cache, detach."""
+"""`compress(model, method)`: run prompts and decoding through a compressed cache, phase by phase."""
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from kvcompress import attention  # noqa: F401  (registers the attention function)
-from kvcompress import budget as budgets
 from kvcompress import compat
-from kvcompress.cache import CompressedCache, CompressedLayer, Forward
-from kvcompress.compression import Compressor
+from kvcompress.cache import CompressedCache
 from kvcompress.generate import Generation, generate
+from kvcompress.hooks import Hooks
 from kvcompress.method import Method
 
 Tensor = torch.Tensor
-PHASES = ("prompt", "append", "decode")
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Prefilled:
     seen: Tensor
 
 
-class Session:
+class Session(Hooks):
     """One method attached to one model. Use it as a context manager; everything is undone on exit.
 
     Inside, `model(...)` and `model.generate(...)` work as usual on a compressed cache, and `prefill`, `append` and
@@ -40,206 +36,10 @@ class Session:
     """
 
     def __init__(self, model: PreTrainedModel, method: Method):
-        """Raises:
-        ValueError: for a model that cannot be supported, by name, before any work.
-        """
-        compat.check_model(model)
-        if not isinstance(method, Method):
-            raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
-        self.model, self.method = model, method
-        types = compat.layer_types(model)
-        self.full_layers = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        if not self.full_layers and method.limited:
-            raise ValueError(
-                f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a sliding window"
-            )
-        self.compressor = Compressor(method, len(self.full_layers))
-        self.cache: CompressedCache | None = None
+        super().__init__(model, method)
         self.prefill_seconds = 0.0
         self._logits: Tensor | None = None
         self._pending: Tensor | None = None  # [B, 1] picked by generate(), not fed yet
-        self._phase: str | None = None
-        self._real: Tensor | None = None
-        self._undo: list[Any] = []
-        self._open = False
-
-    # ------------------------------------------------------------------ attaching
-
-    def __enter__(self) -> Session:
-        if getattr(self.model, "_kvcompress_session", None) is not None:
-            raise ValueError("this model is already being compressed by another session: leave its `with` block first")
-        self._rotations = compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
-        before = self.model.config._attn_implementation
-        try:
-            self.model.__dict__["_kvcompress_session"] = self
-            self._undo.append(lambda: self.model.__dict__.pop("_kvcompress_session", None))
-            self._undo.append(lambda: self.model.set_attn_implementation(before))
-            self.model.set_attn_implementation(compat.ATTENTION)
-            if compat.text_config(self.model)._attn_implementation != compat.ATTENTION:
-                raise ValueError(f"{self.model.config.model_type!r} does not let its attention implementation be set")
-            base = compat.base_model(self.model)
-            self._undo.append(base.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
-            self._undo.append(base.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True).remove)
-            if hasattr(self.model, "generate"):
-                self._undo.append(lambda: self.model.__dict__.pop("generate", None))
-                stock = self.model.generate
-                self.model.__dict__["generate"] = functools.wraps(stock)(functools.partial(self._model_generate, stock))
-            self._open = True
-        except BaseException:
-            self._detach()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
-        self._open = False
-        while self._undo:
-            self._undo.pop()()
-
-    # ------------------------------------------------------------------ what the model's forward passes through
-
-    def new_cache(self) -> CompressedCache:
-        """An empty cache for this model and method."""
-        compressor = self.compressor
-        cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
-        cache.layers = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
-        cache.owner = compressor
-        return cache
-
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        named = compat.bound_arguments(module, args, kwargs)
-        if named.get("use_cache") is False:
-            raise ValueError("use_cache=False leaves nothing to compress: drop it, or call the model outside compress()")
-        if named.get("output_attentions"):
-            raise ValueError("output_attentions=True is not available under compress(): attention weights are never built")
-        tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
-        if tokens is None or tokens.shape[1] == 0 or tokens.shape[0] == 0:
-            raise ValueError("the prompt is empty: give at least one token")
-        named["cache"] = cache = self._adopt(named.get("cache"))
-        named["use_cache"] = True
-        cache.forward = forward = self._describe(cache, tokens, named.get("attention_mask"))
-        self._check_length(cache, forward)
-        if cache.columns is not None and named.get("attention_mask") is None:
-            named["attention_mask"] = cache.columns.to(tokens.device)
-        if self._rotations is not None:
-            named["position_ids"] = self._compact_ids(cache, forward, tokens.device)
-        self.cache = cache
-        return (), named
-
-    def _adopt(self, cache: Any) -> CompressedCache:
-        """The cache of this forward: the caller's if it is ours, a new one in place of an empty one."""
-        if cache is None:
-            return self.new_cache()
-        if isinstance(cache, CompressedCache):
-            if cache.owner is not self.compressor:
-                if not isinstance(cache.owner, Compressor) or cache.owner.method != self.method:
-                    raise ValueError("this cache was made by another method: prefill it again in this session")
-                cache.owner = self.compressor
-            return cache
-        if compat.is_empty_dynamic(cache):
-            if not hasattr(cache, "_kvcompress"):
-                cache._kvcompress = self.new_cache()
-            return cache._kvcompress
-        raise ValueError(
-            f"a {type(cache).__name__} cannot be compressed: pass no cache, an empty DynamicCache, or one made by this session"
-        )
-
-    def _describe(self, cache: CompressedCache, tokens: Tensor, mask: Tensor | None) -> Forward:
-        """Phase, padding and positions of the new columns."""
-        batch, length = tokens.shape[:2]
-        seen = cache.get_seq_length()
-        real = self._real
-        if real is None and mask is not None:
-            if mask.dim() != 2:
-                raise ValueError(f"attention_mask needs 2 dimensions [batch, tokens] under compress(), got {mask.dim()}")
-            if mask.shape[1] != seen + length:
-                raise ValueError(
-                    f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {seen} and {length} are new: "
-                    f"give a mask of {seen + length}; to ask more of this cache, pass the new ids after the old ones"
-                )
-            real = mask[:, -length:].bool().cpu()
-        if real is not None and bool(real.all()):
-            real = None
-        before = cache.real if cache.real is not None else torch.zeros(batch, dtype=torch.long)
-        if len(before) != batch:
-            raise ValueError(f"the cache holds {len(before)} rows, the input has {batch}")
-        if real is None:
-            added = torch.full((batch,), length)
-            start = before[:1] if bool((before == before[0]).all()) else before
-            positions = start[:, None] + torch.arange(length)
-        else:
-            added = real.sum(1)
-            positions = torch.where(real, before[:, None] + real.long().cumsum(1) - 1, -1)
-            if cache.real is None and bool((added == 0).any()):
-                raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
-        self._note_columns(cache, real, batch, length)
-        cache.real = before + added
-        phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
-        if phase == "prompt":
-            cache.cap = budgets.cap(self.method.budget, cache.real) if self.compressor.limited else None
-        return Forward(phase, length, real, positions.int(), added)
-
-    @staticmethod
-    def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:
-        if real is None and cache.columns is None:
-            return
-        old = cache.columns if cache.columns is not None else torch.ones(batch, cache.get_seq_length(), dtype=torch.bool)
-        new = real if real is not None else torch.ones(batch, length, dtype=torch.bool)
-        cache.columns = torch.cat([old, new], dim=1)
-
-    def _check_length(self, cache: CompressedCache, forward: Forward) -> None:
-        limit = compat.max_positions(self.model)
-        if limit is None or forward.phase == "decode":
-            return
-        assert cache.real is not None
-        longest = int(cache.real.max()) if self._rotations is None or cache.full_layers[0].store is None else int(
-            cache.held_rows().max()
-        ) + forward.length
-        if longest > limit:
-            raise ValueError(
-                f"the prompt reaches {longest} tokens, but {self.model.config.model_type!r} has {limit} positions: shorten "
-                "it, or use compact positions (StreamingLLM(positions='compact')) through session.prefill"
-            )
-
-    @staticmethod
-    def _compact_ids(cache: CompressedCache, forward: Forward, device: torch.device) -> Tensor:
-        """Rotation of new tokens: the number held, counting on."""
-        assert cache.real is not None
-        held = cache.held_rows() if cache.full_layers[0].store is not None else torch.zeros_like(cache.real)
-        before = cache.real - forward.added
-        ids = forward.positions.long() + (held - before)[:, None]
-        return torch.where(forward.positions < 0, 0, ids).to(device)
-
-    def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        cache = self.cache
-        if cache is None or cache.forward is None:
-            return
-        forward = cache.forward
-        try:
-            if output is not None and all(layer.seen == cache.full_layers[0].seen for layer in cache.full_layers):
-                self.compressor.end_of_forward(cache)
-                self._note_moment(cache, forward)
-        finally:
-            cache.forward = None
-
-    def _note_moment(self, cache: CompressedCache, forward: Forward) -> None:
-        if not cache.full_layers:
-            return
-        cache.kept_max = max(cache.kept_max, max(int(layer.counts.max()) for layer in cache.full_layers))
-        if forward.phase == "decode":
-            return
-        nbytes = cache.nbytes()
-        cache.moments.append(
-            {
-                "moment": forward.phase,
-                "seen": cache.get_seq_length(),
-                "tokens_held": float(cache.kept_tokens().double().mean()),
-                "bytes_valid": nbytes["valid"],
-                "bytes_allocated": nbytes["allocated"],
-            }
-        )
 
     # ------------------------------------------------------------------ explicit phases
 
@@ -278,6 +78,8 @@ class Session:
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
         cache = self._current()
+        if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
+            raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         limit = compat.max_positions(self.model)
         if chunk is None and self._rotations is not None and limit is not None and ids.shape[1] > limit:
             chunk = self._streaming_chunk(limit)
@@ -329,7 +131,7 @@ class Session:
         return torch.cat([pending, ids], dim=1), mask
 
     def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
-        """One decode forward on the current cache: `ids [B, 1]` → logits `[B, V]`. Rows not `real [B]` store nothing."""
+        """One decode forward on the current cache: `ids [B, 1]` → logits `[B, V]`; rows not `real [B]` add nothing."""
         return self._forward("decode", ids, None if real is None else real[:, None])
 
     @torch.no_grad()
@@ -372,7 +174,12 @@ class Session:
             steps = self._real.long().cumsum(1)
             position_ids = (before[:, None] + steps - 1).clamp(min=0).to(ids.device)
             output = self.model(
-                input_ids=ids, attention_mask=None, position_ids=position_ids, cache=cache, use_cache=True, logits_to_keep=1
+                input_ids=ids,
+                attention_mask=None,
+                position_ids=position_ids,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
             )
         finally:
             self._phase = self._real = None
@@ -390,29 +197,6 @@ class Session:
     def _synchronise(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-
-    # ------------------------------------------------------------------ model.generate
-
-    def _model_generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`model.generate` with what a compressed cache cannot do refused before any work."""
-        for name in ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"generate({name}=…) rewinds the cache, which an evicting cache cannot: drop it")
-        for name in ("use_cache", "output_attentions", "cache_implementation"):
-            if kwargs.get(name) not in (None, name == "use_cache"):
-                raise ValueError(f"generate({name}={kwargs[name]!r}) is not available under compress()")
-        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if ids is not None and ids.shape[-1] == 0:
-            raise ValueError("the prompt is empty: give at least one token")
-        if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.get_seq_length():
-            raise ValueError(
-                f"generate() got {ids.shape[1]} ids, but the cache has already seen {cache.get_seq_length()}: pass all ids so "
-                "far with the new ones at the end, or use session.append() and session.generate()"
-            )
-        if cache is None:
-            kwargs["cache"] = self.new_cache()
-        return stock(*args, **kwargs)
 
     # ------------------------------------------------------------------ reporting
 

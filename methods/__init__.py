@@ -1,4 +1,4 @@
-"""Compression methods, one file each. Every `Method` subclass in this folder is found and exported by its class name."""
+"""Compression methods, one file each. Each `Method` subclass in this folder is found and exported by its class name."""
 
 from __future__ import annotations
 

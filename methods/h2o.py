@@ -7,7 +7,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.method import GroupReduce, LayerView, Method, Needs, Observed, Schedule, Scorer, State, Tensor, reduce_group
+from kvcompress.method import (
+    GroupReduce,
+    LayerView,
+    Method,
+    Needs,
+    Observed,
+    Schedule,
+    Scorer,
+    State,
+    Tensor,
+    reduce_group,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""SnapKV: what the end of the prompt attends to is what the answer will read (Li et al., NeurIPS 2024, arXiv 2404.14469)."""
+"""SnapKV: the end of the prompt attends to what the answer will read (Li et al., NeurIPS 2024, arXiv 2404.14469)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from kvcompress.budget import protect
 from kvcompress.method import GroupReduce, LayerView, Method, Needs, Observed, Scorer, State, Tensor, reduce_group
 
 
@@ -33,14 +34,11 @@ class WindowScorer(Scorer):
         votes = attention.sum(dim=3)  # [B, H_kv, G, P], over the window's queries
         held = view.positions >= 0
         rank = held.cumsum(-1) - 1
-        window = torch.minimum(self.window(view.kept), view.kept // 2) if self._shrinks(view.kept) else self.window(view.kept)
+        window = protect(view.kept, self.sinks, self.window(view.kept)).window  # shrinks row by row
         prefix = held & (rank < held.sum(-1, keepdim=True) - window.to(rank.device)[:, None, None])
         if self.reduce_first:
             return self._pool(reduce_group(votes, self.group_reduce), prefix)
         return reduce_group(self._pool(votes, prefix[:, :, None].expand_as(votes)), self.group_reduce)
-
-    def _shrinks(self, kept: Tensor) -> bool:
-        return bool((kept < self.size + 1).any())
 
     def _pool(self, votes: Tensor, prefix: Tensor) -> Tensor:
         """Pool over held prefix slots; others neither give to a neighbour nor score."""

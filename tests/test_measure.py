@@ -53,6 +53,7 @@ def check_peak_memory():
         tensor = allocate(200)
         del tensor
     assert 195 * MIB < outer.growth < 260 * MIB, outer
+    assert outer.bytes == outer.growth, "records count growth on the CPU"
     with PeakMemory() as small:
         allocate(20)
     assert small.growth < 60 * MIB, "an earlier peak must not count again"

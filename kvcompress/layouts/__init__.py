@@ -55,6 +55,6 @@ def _to_dense(store: Store, mask: torch.Tensor, counts: torch.Tensor, longest: i
         channels[name] = gather_slots(value, index[:, :1] if one_head else index)
     if not even:
         channels["positions"] = channels["positions"].masked_fill(~mask.gather(2, index), -1)
-    elif shared and channels["positions"].shape[1] != 1:
+    elif channels["positions"].shape[1] != 1 and bool((channels["positions"] == channels["positions"][:, :1]).all()):
         channels["positions"] = channels["positions"][:, :1].clone()
     return DenseStore(channels, counts, grow=grow)

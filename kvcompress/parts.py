@@ -1,0 +1,298 @@
+"""The parts a method is made of: five questions, five abstract answers, and a schedule.
+
+`Prefill` how the prompt's KV comes to be, `Scorer` how much each cached token matters, `Allocator` who gets how much
+of the budget, `Codec` in what form the kept is held, `Reader` what a decode query attends to; and a `Schedule`, when.
+Parts decide; the session applies. None touches a cache tensor or holds state between sequences.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from kvcompress.session import Prefilled, Session
+
+Tensor = torch.Tensor
+GroupReduce = Literal["mean", "max"]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a part wants the hook layer to observe.
+
+    Attributes:
+        window: attention of the last `window` real queries over all held keys.
+        mass: attention mass per key, summed over all queries so far.
+        hidden, prerope, extra_passes: served by later parts of the library; a session refuses them by name today.
+    """
+
+    window: int = 0
+    mass: bool = False
+    hidden: bool = False
+    prerope: bool = False
+    extra_passes: int = 0
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(
+            max(self.window, other.window),
+            self.mass or other.mass,
+            self.hidden or other.hidden,
+            self.prerope or other.prerope,
+            max(self.extra_passes, other.extra_passes),
+        )
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What a scorer may read of one layer. Tensors are read-only by contract.
+
+    Attributes:
+        layer: index of the layer in the model; `n_layers` full-attention layers take part in the budget.
+        keys, values: `[B, H_kv, P, D]` as the codec returns them, RoPE applied.
+        positions: int `[B, H_kv, P]`, original position of each slot, -1 where empty.
+        real: LongTensor `[B]` on the CPU, real tokens each row has seen.
+        kept: LongTensor `[B]` on the CPU, slots per head that the row will keep (the cap, or all if fewer).
+        phase: "prompt" or "decode".
+        group: query heads per KV head.
+    """
+
+    layer: int
+    n_layers: int
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    real: Tensor
+    kept: Tensor
+    phase: str
+    group: int
+
+
+class Observed(ABC):
+    """What the hook layer saw, in float32. Each quantity is computed when asked for."""
+
+    @abstractmethod
+    def window(self, size: int) -> tuple[Tensor, Tensor]:
+        """Attention of the last `size` real queries of each row.
+
+        Returns:
+            probabilities `[B, H_kv, G, size, P]`, softmax over all slots visible to that query (0 elsewhere), and a
+            bool `[B, size]` that is False where the row has fewer real queries than `size`.
+        """
+
+    @property
+    @abstractmethod
+    def mass(self) -> Tensor:
+        """Attention mass per key and query head `[B, H_kv, G, P]`, summed over all queries that saw the key."""
+
+
+State = dict[str, Tensor]
+"""Per-layer tensors a scorer keeps between calls; dim 0 is the batch row. Forked, reordered and selected with it."""
+
+
+def reduce_group(scores: Tensor, how: GroupReduce, dim: int = 2) -> Tensor:
+    """Reduce per-query-head scores to their KV head over `dim` by mean or max."""
+    if how == "mean":
+        return scores.mean(dim)
+    if how == "max":
+        return scores.amax(dim)
+    raise ValueError(f"group_reduce={how!r}; valid: mean, max")
+
+
+class Scorer(ABC):
+    """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score."""
+
+    sinks: int = 0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    def window(self, kept: Tensor) -> Tensor:
+        """Protected most recent tokens per row, LongTensor `[B]`, for rows that keep `kept [B]` slots per head."""
+        return torch.zeros_like(kept)
+
+    @abstractmethod
+    def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
+        """Scores `[B, H_kv, P]` float32, higher is kept; values at empty slots are ignored."""
+
+    def passes(self, ids: Tensor, tokenizer: Any) -> Iterable[Tensor]:
+        """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default."""
+        return ()
+
+
+class Allocator(ABC):
+    """Who gets how much of the budget."""
+
+    scope: ClassVar[Literal["layer", "cascade", "all"]] = "layer"
+    uniform: ClassVar[bool] = False  # the same count for every layer and head: what compact positions need
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @abstractmethod
+    def allocate(
+        self, scores: list[Tensor], stats: list[Any], layers_seen: int, n_layers: int, total: Tensor
+    ) -> list[Tensor]:
+        """Slots to keep.
+
+        Args:
+            scores: one `[B, H_kv, P]` per layer in scope (a single one for scope `layer`).
+            stats: what the allocator asked to remember of each layer in scope.
+            layers_seen: layers whose scores have been seen so far, this one included.
+            n_layers: full-attention layers that share the budget.
+            total: LongTensor `[B]`, slots of the row's whole budget: cap x H_kv x n_layers.
+
+        Returns:
+            one LongTensor `[B, H_kv]` per layer in scope. Totals over all layers equal `total`.
+        """
+
+
+@dataclass(frozen=True)
+class Uniform(Allocator):
+    """Every layer and head keeps the same number of tokens."""
+
+    uniform: ClassVar[bool] = True
+
+    def allocate(self, scores, stats, layers_seen, n_layers, total):
+        heads = scores[0].shape[1]
+        per_head = torch.div(total, n_layers * heads, rounding_mode="floor")
+        return [per_head[:, None].expand(-1, heads).clone() for _ in scores]
+
+
+class Codec(ABC):
+    """In what form kept keys and values are held: named channels whose dim 2 is the slot."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """`[B, H_kv, n, D]` each → channels `[B, H_kv, n, ...]`. Codes once stored are never encoded again."""
+
+    @abstractmethod
+    def decode(self, channels: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Channels → keys and values as attention, scorers and readers see them."""
+
+
+@dataclass(frozen=True)
+class Plain(Codec):
+    """Keys and values as the model made them."""
+
+    name: ClassVar[str] = "plain"
+
+    def encode(self, keys, values):
+        return {"keys": keys, "values": values}
+
+    def decode(self, channels):
+        return channels["keys"], channels["values"]
+
+
+class Reader(ABC):
+    """What a single-token decode query attends to."""
+
+    name: ClassVar[str]
+    reads_all: ClassVar[bool] = False
+
+    @abstractmethod
+    def select(self, q: Tensor, index: LayerView, state: State) -> Tensor | None:
+        """Slots to attend, for query `q [B, H_q, 1, D]`.
+
+        Returns:
+            LongTensor `[B, H_kv or H_q, n]` of slots (-1 = none), or None for all that is held.
+        """
+
+
+@dataclass(frozen=True)
+class ReadAll(Reader):
+    """A decode query attends to everything that is held."""
+
+    name: ClassVar[str] = "all"
+    reads_all: ClassVar[bool] = True
+
+    def select(self, q, index, state):
+        return None
+
+
+class Prefill(ABC):
+    """How the prompt's KV comes to be."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, session: Session, segments: list[Tensor], mask: Tensor | None) -> Prefilled:
+        """Run the prompt, given as one or more `[B, n]` id tensors, into `session.cache`."""
+
+
+@dataclass(frozen=True)
+class OneShot(Prefill):
+    """The whole prompt in one forward."""
+
+    name: ClassVar[str] = "oneshot"
+
+    def run(self, session, segments, mask):
+        return session.forward_prompt(torch.cat(segments, dim=1), mask)
+
+
+@dataclass(frozen=True)
+class Chunked(Prefill):
+    """The prompt in chunks; each is compressed when it ends, so memory stays at the cap plus one chunk."""
+
+    name: ClassVar[str] = "chunked"
+    chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk}; a chunk holds at least 1 token")
+
+    def run(self, session, segments, mask):
+        return session.forward_prompt(torch.cat(segments, dim=1), mask, chunk=self.chunk)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a method compresses: at the end of each prompt, and in decode when a row holds cap + `every` tokens.
+
+    `every=None` never compresses in decode: decoded tokens are appended beyond the cap. `align="total"` fires at
+    multiples of `every` of the row's total length instead, as R-KV's released code does.
+    """
+
+    prompt: bool = True
+    every: int | None = None
+    align: Literal["row", "total"] = "row"
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every={self.every}; a decode schedule fires after at least 1 token, or None for never")
+        if self.align not in ("row", "total"):
+            raise ValueError(f"align={self.align!r}; valid: row, total")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A method taken apart: what answers each question for one session."""
+
+    prefill: Prefill
+    scorer: Scorer | None
+    allocator: Allocator
+    codec: Codec
+    reader: Reader
+    schedule: Schedule
+
+    def names(self) -> dict[str, str]:
+        """Class names for records: `parts.scorer`, `parts.allocator`, …"""
+        schedule = "prompt" if self.schedule.prompt else ""
+        if self.schedule.every is not None:
+            schedule += f"+every{self.schedule.every}" + ("(total)" if self.schedule.align == "total" else "")
+        return {
+            "prefill": self.prefill.name,
+            "scorer": type(self.scorer).__name__ if self.scorer else "none",
+            "allocator": type(self.allocator).__name__.lower(),
+            "codec": self.codec.name,
+            "reader": self.reader.name,
+            "schedule": schedule.strip("+") or "never",
+        }
