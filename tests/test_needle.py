@@ -29,7 +29,6 @@ def tokenizer(adds_bos: bool, template_adds_bos: bool | None):
     return made
 
 
-
 @given(
     length=st.integers(420, 1500),
     depth=st.floats(0, 1),
@@ -114,8 +113,8 @@ def test_wording_is_rulers_for_one_answer_and_for_several():
     )
     key = text.rsplit("special magic number for ", 1)[1].split(" mentioned")[0]
     assert text.endswith(
-        f"\nWhat is the special magic number for {key} mentioned in the provided text? The special magic number for {key} "
-        "mentioned in the provided text is"
+        f"\nWhat is the special magic number for {key} mentioned in the provided text? "
+        f"The special magic number for {key} mentioned in the provided text is"
     )
     (many,) = Needle(lengths=(900,), depths=(0.5,), n_queries=2, template="none").samples(TOKENIZER)
     text = TOKENIZER.decode(many.prompt_ids(), skip_special_tokens=True)
