@@ -206,11 +206,13 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
         raise ValueError(
             f"rotation of {model.config.model_type!r} depends on the length ({', '.join(varying)} RoPE scaling)"
         )
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    # three tokens, as rows of a batch: one alone may be padding, whose embedding is zero
+    vocabulary = text_config(model).vocab_size
+    token = torch.tensor([[1], [vocabulary // 3], [vocabulary // 2]], device=model.device)
     keys = []
     for position in (3, 11):
         cache = DynamicCache(config=text_config(model))
-        base_model(model)(input_ids=token, position_ids=token + position, cache=cache, use_cache=True)
+        base_model(model)(input_ids=token, position_ids=torch.full_like(token, position), cache=cache, use_cache=True)
         keys.append([layer.keys for layer in cache.layers])  # type: ignore[union-attr]
     frequencies = [
         b.float() for m in rotary for n, b in m.named_buffers() if n.endswith("inv_freq") and "original" not in n

@@ -171,11 +171,12 @@ class Compressor:
     @staticmethod
     def _same_as_last_step(layer: CompressedLayer, rows: Tensor) -> bool:
         """True if every row holds one slot per head too many, as when its protection was last worked out."""
-        if layer.guard is None or layer.guard[0] is not layer.target or not isinstance(layer.store, DenseStore):
+        if layer.guard is None or not isinstance(layer.store, DenseStore):
             return False
-        if layer.length - layer.guard[2] > MAX_HOLES:
+        target, _, longest = layer.guard
+        if target is None or target is not layer.target or layer.length - longest > MAX_HOLES:
             return False
-        return bool((layer.counts - layer.target == 1).all()) and bool(rows.all())
+        return bool((layer.counts - target == 1).all()) and bool(rows.all())
 
     def _score(
         self,
