@@ -8,7 +8,6 @@ or SDPA cannot do it (soft cap, sinks); its memory grows with L x block, never L
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,34 +16,10 @@ import torch.nn.functional as F
 from kvcompress import compat
 from kvcompress.cache import CompressedLayer, Forward
 from kvcompress.compression import Compressor
+from kvcompress.kernels.blockwise import Features, blocks, group_queries, sdpa_block, softmax_block, visible
 from kvcompress.layouts import RaggedStore
 
 Tensor = torch.Tensor
-
-BLOCK_ELEMENTS = 1 << 21  # logits of one query block: 8 MiB in float32, so that they stay in a CPU's cache
-MIN_BLOCK = 16  # queries: smaller blocks would leave matrix units idle
-
-
-@dataclass(frozen=True)
-class Features:
-    """What a model asks of one attention call beyond softmax(q k^T).
-
-    Attributes:
-        scaling: factor on the logits.
-        window: sliding window in tokens, or None.
-        softcap: logits become softcap * tanh(logits / softcap), or None.
-        sinks: one extra logit per query head `[H]` that takes probability and gives no value, or None.
-    """
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """True if SDPA can do it."""
-        return self.softcap is None and self.sinks is None
 
 
 def kv_attention(
@@ -80,6 +55,7 @@ def kv_attention(
         return _windowed_layer(module, query, key, value, attention_mask, features, kwargs)
     cache = layer.cache()
     assert cache is not None and cache.forward is not None
+    layer.group = query.shape[1] // layer.counts.shape[1]
     compressor: Compressor = cache.owner
     output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
     compressor.after_attention(layer, query, probabilities, features)
@@ -106,27 +82,9 @@ def _windowed_layer(
     else:
         allowed = mask | ~mask.any(-1, keepdim=True)  # a padding query sees nothing: keep its row finite
     output = torch.empty_like(q)
-    for rows in _blocks(n, q, k):
-        output[:, :, rows], _ = _softmax_block(q[:, :, rows], k, v, allowed[:, :, rows], features)
+    for rows in blocks(n, q, k):
+        output[:, :, rows], _ = softmax_block(q[:, :, rows], k, v, allowed[:, :, rows], features)
     return output.transpose(1, 2).contiguous(), None
-
-
-def visible(positions: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Which slots a query sees.
-
-    Args:
-        positions: int `[B, H_kv or 1, P]`, -1 = empty.
-        queries: int `[B or 1, n]`, -1 = padding; such a query sees everything, so that its row stays finite.
-        window: sliding window in tokens, or None.
-
-    Returns:
-        bool `[B, H_kv or 1, n, P]`.
-    """
-    slot, query = positions[:, :, None, :], queries[:, None, :, None]
-    allowed = (slot >= 0) & (slot <= query)
-    if window is not None:
-        allowed &= slot > query - window
-    return allowed | (query < 0)
 
 
 def attend(
@@ -156,19 +114,19 @@ def attend(
     math = observe_mass or not features.plain
     compressor.kernel("blockwise" if math else "sdpa")
     ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
-    for rows in _blocks(n, q, keys):
+    for rows in blocks(n, q, keys):
         last = store.length - n + rows.stop if ordered else store.length
         allowed: Tensor | None = visible(positions[..., :last], queries[:, rows], features.window)
         k, v = keys[:, :, :last], values[:, :, :last]
         if math:
-            output[:, :, rows], p = _softmax_block(
+            output[:, :, rows], p = softmax_block(
                 q[:, :, rows], k, v, allowed, features, causal_from(store, forward, rows, n)
             )
             if mass is not None:
                 real = None if forward.real is None else forward.on("real", q.device)[:, rows]
                 mass[..., :last] += (p if real is None else p * real[:, None, None, :, None]).sum(3)
         else:
-            output[:, :, rows] = _sdpa_block(q[:, :, rows], k, v, allowed, features.scaling)
+            output[:, :, rows] = sdpa_block(q[:, :, rows], k, v, allowed, features.scaling)
     if mass is not None:
         compressor.add_mass(layer, mass)
     return output, None
@@ -179,61 +137,6 @@ def causal_from(store: Any, forward: Forward, rows: slice, n: int) -> int | None
     if store.kind != "dense" or not store.full or forward.real is not None:
         return None
     return store.length - n + rows.start
-
-
-def _blocks(n: int, q: Tensor, k: Tensor) -> list[slice]:
-    """Cut n queries so that one block's logits stay under BLOCK_ELEMENTS."""
-    size = min(n, max(MIN_BLOCK, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2])))
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def _group(q: Tensor, heads: int) -> Tensor:
-    """`[B, H, n, D]` → `[B, H_kv, G * n, D]`: a KV head's queries side by side, so keys are never repeated."""
-    batch, all_heads, n, dim = q.shape
-    return q.reshape(batch, heads, (all_heads // heads) * n, dim)
-
-
-def _sdpa_block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling: float) -> Tensor:
-    group = q.shape[1] // k.shape[1]
-    mask = allowed
-    if allowed is not None and q.shape[2] > 1 and group > 1:
-        mask = allowed[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
-    output = F.scaled_dot_product_attention(_group(q, k.shape[1]), k, v, attn_mask=mask, scale=scaling)
-    return output.view(*q.shape[:3], v.shape[-1])
-
-
-def _softmax_block(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, features: Features, masked_from: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention in float32 with soft cap and sinks.
-
-    Args:
-        q: `[B, H, n, D]`; k, v `[B, H_kv, P, D]`.
-        allowed: bool broadcasting to `[B, H_kv, n, P]`, or None for all.
-        masked_from: columns before it are seen by every query of the block, so only the rest is masked.
-
-    Returns:
-        output `[B, H, n, D]`, probabilities `[B, H_kv, G, n, P]` float32.
-    """
-    batch, all_heads, n, _ = q.shape
-    heads = k.shape[1]
-    if q.dtype == torch.float32:  # one pass less over the logits
-        logits = torch.matmul(_group(q * features.scaling, heads), k.transpose(2, 3))
-    else:
-        logits = torch.matmul(_group(q, heads), k.transpose(2, 3)).float().mul_(features.scaling)
-    if features.softcap is not None:
-        logits = logits.div_(features.softcap).tanh_().mul_(features.softcap)
-    logits = logits.view(batch, heads, all_heads // heads, n, -1)
-    if allowed is not None:
-        start = masked_from or 0
-        logits[..., start:].masked_fill_(~allowed[:, :, None, :, start:], float("-inf"))
-    if features.sinks is None:
-        p = torch.softmax(logits, dim=-1)
-    else:
-        sinks = features.sinks.to(logits.device).float().view(1, heads, -1, 1, 1).expand(batch, -1, -1, n, 1)
-        p = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
-    output = torch.matmul(p.to(v.dtype).flatten(2, 3), v)
-    return output.view(batch, all_heads, n, -1), p
 
 
 def _decode(
@@ -252,8 +155,8 @@ def _decode(
     if not store.full or features.window is not None:
         allowed = visible(layer.positions(), forward.on("positions", q.device), features.window)
     if not wants:
-        return _sdpa_block(q, keys, values, allowed, features.scaling), None
-    output, p = _softmax_block(q, keys, values, allowed, features)
+        return sdpa_block(q, keys, values, allowed, features.scaling), None
+    output, p = softmax_block(q, keys, values, allowed, features)
     if compressor.wants_mass:
         real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :, None]
         compressor.add_mass(layer, real.squeeze(3))
@@ -263,7 +166,7 @@ def _decode(
 def _decode_ragged(store: RaggedStore, layer: CompressedLayer, q: Tensor, features: Features) -> Tensor:
     """Single queries over segments of different lengths, read where they lie."""
     batch, heads = store.counts.shape
-    grouped = _group(q, heads)
+    grouped = group_queries(q, heads)
     channels = {n: c for n, c in store.channels.items() if n not in ("positions", "mass", "score")}
     output = torch.zeros_like(grouped)
     codec = layer._cache().codec
@@ -281,10 +184,10 @@ def _read_selected(
 ) -> Tensor:
     keys, values = layer.keys_values()
     positions = layer.positions().expand(-1, keys.shape[1], -1)
-    chosen = compressor.select(layer, q, keys, values, positions)
+    chosen = compressor.select(layer, q)
     if chosen is None:
         allowed = visible(positions, forward.on("positions", q.device), features.window)
-        return _softmax_block(q, keys, values, allowed, features)[0]
+        return softmax_block(q, keys, values, allowed, features)[0]
     if chosen.shape[1] not in (keys.shape[1], q.shape[1]):
         raise ValueError(f"a reader's selection needs {keys.shape[1]} or {q.shape[1]} heads, got {chosen.shape[1]}")
     if chosen.shape[1] != keys.shape[1]:
@@ -296,7 +199,7 @@ def _read_selected(
     keys = keys.gather(2, spread.expand(-1, -1, -1, keys.shape[-1]))
     values = values.gather(2, spread.expand(-1, -1, -1, values.shape[-1]))
     allowed = visible(picked, forward.on("positions", q.device), features.window)
-    return _softmax_block(q, keys, values, allowed, features)[0]
+    return softmax_block(q, keys, values, allowed, features)[0]
 
 
 compat.register(kv_attention)

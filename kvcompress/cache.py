@@ -63,7 +63,9 @@ class CompressedLayer(CacheLayerMixin):
         self.seen = 0
         self.state: State = {}
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
+        self.guard: tuple[Tensor | None, Any, int] | None = None  # protection worked out for a target, of use next step
         self.evicted = 0
+        self.group = 1  # query heads per KV head
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -198,6 +200,7 @@ class CompressedLayer(CacheLayerMixin):
         copy.seen, copy.evicted, copy.is_initialized = self.seen, self.evicted, self.is_initialized
         if self.store is not None:
             copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
+            copy.group = self.group
         copy.state = {k: v.clone() for k, v in self.state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy

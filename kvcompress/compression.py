@@ -7,17 +7,14 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache, CompressedLayer, Forward
+from kvcompress.kernels.blockwise import Features, softmax_block, visible
 from kvcompress.layouts import DenseStore
 from kvcompress.method import LayerView, Method, Needs, Observed
-
-if TYPE_CHECKING:
-    from kvcompress.attention import Features
 
 Tensor = torch.Tensor
 
@@ -61,11 +58,9 @@ class Compressor:
         """Note which attention kernel ran."""
         self.kernels.add(name)
 
-    def select(
-        self, layer: CompressedLayer, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor
-    ) -> Tensor | None:
+    def select(self, layer: CompressedLayer, q: Tensor) -> Tensor | None:
         """Slots the reader lets a decode query attend to, `[B, H_kv or H, n]`, or None for all."""
-        view = self._view(layer, keys, values, positions, "decode", q.shape[1] // keys.shape[1], layer.counts[:, 0])
+        view = self._view(layer, layer.positions(), "decode", layer.counts[:, 0])
         return self.parts.reader.select(q, view, layer.state)
 
     # ------------------------------------------------------------------ observing
@@ -162,12 +157,25 @@ class Compressor:
         if forward.phase == "decode":
             assert layer.target is not None
             counts = layer.target
+            if self._same_as_last_step(layer, rows):
+                assert layer.guard is not None
+                layer.drop_one(lowest_slot(scores, positions, layer.guard[1]), rows)
+                return
         else:
             total = cache.cap * scores.shape[1] * self.n_layers
             counts = self.parts.allocator.allocate(
                 [scores], [None], cache.full_layers.index(layer) + 1, self.n_layers, total
             )[0]
         self._apply(layer, scores, positions, counts, rows, forward, cache)
+
+    @staticmethod
+    def _same_as_last_step(layer: CompressedLayer, rows: Tensor) -> bool:
+        """True if every row holds one slot per head too many, as when its protection was last worked out."""
+        if layer.guard is None or layer.guard[0] is not layer.target or not isinstance(layer.store, DenseStore):
+            return False
+        if layer.length - layer.guard[2] > MAX_HOLES:
+            return False
+        return bool((layer.counts - layer.target == 1).all()) and bool(rows.all())
 
     def _score(
         self,
@@ -179,34 +187,30 @@ class Compressor:
     ) -> tuple[Tensor, Tensor]:
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
-        keys, values = layer.keys_values()
         positions = layer.positions()
-        observed = LayerObserved(layer, keys, positions, probabilities, features, forward)
-        kept = torch.minimum(cache.cap, layer.counts.amax(1))
-        view = self._view(
-            layer, keys, values, positions.expand(-1, keys.shape[1], -1), forward.phase, observed.group, kept
-        )
+        view = self._view(layer, positions, forward.phase, torch.minimum(cache.cap, layer.counts.amax(1)))
+        observed = LayerObserved(layer, view, positions, probabilities, features, forward)
         scores = scorer.score(view, observed, layer.state)
-        shape = (keys.shape[0], keys.shape[1], keys.shape[2])
-        if scores.shape != shape or scores.dtype != torch.float32:
+        if scores.shape != view.positions.shape or scores.dtype != torch.float32:
             raise ValueError(
-                f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 {shape}"
+                f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 "
+                f"{tuple(view.positions.shape)}"
             )
         return scores, positions
 
-    def _view(
-        self,
-        layer: CompressedLayer,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        phase: str,
-        group: int,
-        kept: Tensor,
-    ) -> LayerView:
+    def _view(self, layer: CompressedLayer, positions: Tensor, phase: str, kept: Tensor) -> LayerView:
         cache = layer.cache()
         assert cache is not None and cache.real is not None
-        return LayerView(layer.index, self.n_layers, keys, values, positions, cache.real, kept, phase, group)
+        return LayerView(
+            layer=layer.index,
+            n_layers=self.n_layers,
+            read=layer.keys_values,
+            positions=positions.expand(-1, layer.counts.shape[1], -1),
+            real=cache.real,
+            kept=kept,
+            phase=phase,
+            group=layer.group,
+        )
 
     def _apply(
         self,
@@ -226,11 +230,10 @@ class Compressor:
         protection = budgets.protect(counts, scorer.sinks, scorer.window(counts))
         cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
         decode = forward.phase == "decode"
-        if decode and bool((held - counts == rows[:, None].long()).all()) and isinstance(layer.store, DenseStore):
-            spare = layer.length - int(counts.max())
-            if spare <= MAX_HOLES:
-                slots = lowest_slot(scores, positions, protection)
-                layer.drop_one(slots, rows)
+        if decode and isinstance(layer.store, DenseStore) and layer.length - int(counts.max()) <= MAX_HOLES:
+            if bool((held - counts == rows[:, None].long()).all()):
+                layer.guard = (layer.target, protection, int(counts.max()))
+                layer.drop_one(lowest_slot(scores, positions, protection), rows)
                 return
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
@@ -287,36 +290,24 @@ class LayerObserved(Observed):
     def __init__(
         self,
         layer: CompressedLayer,
-        keys: Tensor,
+        view: LayerView,
         positions: Tensor,
         probabilities: Tensor | None,
         features: Features,
         forward: Forward,
     ):
-        self.layer, self.keys, self.positions = layer, keys, positions
+        self.layer, self.view, self.positions = layer, view, positions
         self.probabilities, self.features, self.forward = probabilities, features, forward
 
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        if self.probabilities is not None:
-            return self.probabilities.shape[2]
-        if "queries" in self.layer.state:
-            return self.layer.state["queries"].shape[1] // self.keys.shape[1]
-        store = self.layer.held()
-        return store.channels["mass"].shape[-1] if "mass" in store.channels else 1
-
     def window(self, size: int) -> tuple[Tensor, Tensor]:
-        from kvcompress.attention import _softmax_block, visible
-
         if size == 1 and self.probabilities is not None:
-            real = self.forward.on("positions", self.keys.device) >= 0
-            return self.probabilities, real.expand(self.keys.shape[0], -1)
+            real = self.forward.on("positions", self.probabilities.device) >= 0
+            return self.probabilities, real.expand(self.probabilities.shape[0], -1)
         if "queries" not in self.layer.state:
             raise ValueError("the scorer asks for a window of queries it did not declare in `needs`")
         queries, at = self.layer.state["queries"][:, :, -size:], self.layer.state["query_positions"][:, -size:]
         allowed = visible(self.positions, at, self.features.window)
-        _, p = _softmax_block(queries, self.keys, self.keys[..., :1], allowed, self.features)
+        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features)
         return p.masked_fill((at < 0)[:, None, None, :, None], 0.0), at >= 0
 
     @property

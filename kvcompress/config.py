@@ -8,12 +8,14 @@ place. Nothing here names a method or a task: they are found.
 from __future__ import annotations
 
 import difflib
+import functools
+import operator
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -34,10 +36,10 @@ class ModelConfig:
     """`name` and what `load` takes beside it; `options` are for random models only."""
 
     name: str = MISSING
-    revision: Optional[str] = None
+    revision: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    device_map: Optional[str] = None
+    device_map: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,14 +57,14 @@ class LoggerConfig:
     name: str = "none"
     project: str = "kvcompress"
     mode: str = "offline"
-    dir: Optional[str] = None
+    dir: str | None = None
 
 
 @dataclass
 class PathsConfig:
     """`data`: data sets, used where present; `results`: records. Neither is part of the run id."""
 
-    data: Optional[str] = None
+    data: str | None = None
     results: str = "results"
 
 
@@ -77,11 +79,11 @@ class RunConfig:
     codec: Any = None
     reader: Any = None
     prefill: Any = None
-    budget: Union[float, int] = 1.0
+    budget: float | int = 1.0
     seed: int = 0
     dtype: str = "float32"
     device: str = "auto"
-    limit: Optional[int] = None
+    limit: int | None = None
     resume: str = "auto"
     sweep: Any = field(default_factory=SweepConfig)
     logger: Any = field(default_factory=LoggerConfig)
@@ -133,7 +135,7 @@ def _plain(kind: Any) -> Any:
     if origin is tuple:
         return list[_plain(arguments[0])]  # type: ignore[misc]
     if origin in (Union, types.UnionType):
-        return Union[tuple(_plain(argument) for argument in arguments)]
+        return functools.reduce(operator.or_, (_plain(argument) for argument in arguments))
     return kind
 
 
@@ -199,6 +201,24 @@ def check_overrides(overrides: Sequence[str], folder: Path) -> None:
             hint = f"; did you mean {near[0]}?" if near else ""
             other = " (a path: model.name=PATH; a Hub id: model=owner/name)" if group == "model" else ""
             raise ValueError(f"{group}={value!r} is unknown{hint} Valid: {', '.join(valid)}{other}")
+
+
+def check_keys(config: DictConfig) -> None:
+    """Refuse keys that no schema has: Hydra's `+key=value` adds them even to a typed group.
+
+    Raises:
+        ValueError: names the key and those that are valid.
+    """
+    for group, node in ((None, config), *((key, config[key]) for key in config)):
+        kind = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+        if kind is None or not is_dataclass(kind):
+            continue
+        valid = [item.name for item in fields(kind)]
+        for key in node:
+            if key not in valid:
+                near = difflib.get_close_matches(str(key), valid, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ";"
+                raise ValueError(f"{f'{group}.' if group else ''}{key} is no setting{hint} Valid: {', '.join(valid)}")
 
 
 def _values(node: Any) -> dict[str, Any]:

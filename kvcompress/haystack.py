@@ -19,84 +19,102 @@ ESSAYS = Path("niah") / "PaulGrahamEssays"
 # RULER's repeated line (Apache-2.0, NVIDIA/RULER scripts/data/synthetic/niah.py).
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 
-ADJECTIVES = (
-    "able ancient ample aquatic bitter blissful brave brisk bronze calm careful cheerful clever coastal copper crisp "
-    "curious dapper deep distant dusty eager early earnest elegant faint famous fearless fierce firm flat fluffy fond "
-    "fragile frosty gentle gilded glossy golden graceful grand hasty hidden hollow honest humble icy jolly keen kind "
-    "lively lonely lucky mellow mighty modest muddy narrow neat nimble noble odd orderly pale patient plain playful "
-    "polite proud quaint quick quiet rapid rare ripe robust rough royal rustic sharp shiny silent silky simple sleepy "
-    "slender smooth solemn spicy steady stout subtle sunny swift tidy timid tough tranquil upbeat vivid wandering warm "
-    "wise witty wooden young zealous"
-).split()
 
-NOUNS = (
-    "acorn almanac anchor apron arch atlas bakery balcony banner barn basket beacon bellows bench blanket bonnet bottle "
-    "bridge bucket cabin candle canoe canvas canyon carpet castle cellar chapel cherry chimney compass cottage cradle "
-    "cricket crown cushion daisy desk dolphin dragon drawer drum eagle easel elbow ember engine falcon feather fence "
-    "fiddle flask forest fountain garden glacier goblet granite hammer harbor harp hatch hermit island ivory jacket "
-    "journal kettle kitchen ladder lagoon lantern ledger lemon library lobster magnet maple marble meadow mirror mitten "
-    "monastery mountain napkin needlework oboe orchard otter oven paddle palace parcel pebble pepper pillow planet "
-    "pocket quarry quilt rabbit raft ribbon river rocket saddle sailor sandal shovel sparrow spoon statue stove tavern "
-    "temple thimble thunder tractor trumpet tunnel umbrella valley vessel village violin wagon walnut whistle willow "
-    "window zipper"
-).split()
+def _split(text: str, mark: str | None = None) -> list[str]:
+    return text.split(mark)
+
+
+ADJECTIVES = _split(
+    "able ancient ample aquatic bitter blissful brave brisk bronze calm careful cheerful clever coastal copper "
+    "crisp curious dapper deep distant dusty eager early earnest elegant faint famous fearless fierce firm flat "
+    "fluffy fond fragile frosty gentle gilded glossy golden graceful grand hasty hidden hollow honest humble icy "
+    "jolly keen kind lively lonely lucky mellow mighty modest muddy narrow neat nimble noble odd orderly pale "
+    "patient plain playful polite proud quaint quick quiet rapid rare ripe robust rough royal rustic sharp shiny "
+    "silent silky simple sleepy slender smooth solemn spicy steady stout subtle sunny swift tidy timid tough "
+    "tranquil upbeat vivid wandering warm wise witty wooden young zealous"
+)
+
+NOUNS = _split(
+    "acorn almanac anchor apron arch atlas bakery balcony banner barn basket beacon bellows bench blanket bonnet "
+    "bottle bridge bucket cabin candle canoe canvas canyon carpet castle cellar chapel cherry chimney compass "
+    "cottage cradle cricket crown cushion daisy desk dolphin dragon drawer drum eagle easel elbow ember engine "
+    "falcon feather fence fiddle flask forest fountain garden glacier goblet granite hammer harbor harp hatch "
+    "hermit island ivory jacket journal kettle kitchen ladder lagoon lantern ledger lemon library lobster magnet "
+    "maple marble meadow mirror mitten monastery mountain napkin needlework oboe orchard otter oven paddle palace "
+    "parcel pebble pepper pillow planet pocket quarry quilt rabbit raft ribbon river rocket saddle sailor sandal "
+    "shovel sparrow spoon statue stove tavern temple thimble thunder tractor trumpet tunnel umbrella valley "
+    "vessel village violin wagon walnut whistle willow window zipper"
+)
 
 # Slots of the built-in prose: written for this project, so that a haystack of ordinary English works offline and is
-# free to ship. 20 frames and the slots below give over a million different sentences; none holds a digit.
+# free to ship. The frames and slots below give over a million different sentences; none holds a digit.
 _SLOTS = {
-    "who": (
-        "a patient teacher|the old carpenter|every good gardener|a young engineer|the village baker|my grandfather|an "
-        "honest critic|the new librarian|a careful editor|the ferry captain|a tired nurse|one of the builders|a retired "
-        "judge|the piano tuner|a curious child|the night watchman|an ambitious painter|the shopkeeper"
-    ).split("|"),
-    "does": (
-        "learns to wait|keeps a short list|asks the plain question first|repairs what is broken|writes things down|walks "
-        "the long way home|starts over without complaint|listens before speaking|throws away the first draft|measures "
-        "twice|forgets the small insults|leaves room for mistakes|opens the windows early|borrows tools and returns "
-        "them|works in the quiet hours|trusts the slow method"
-    ).split("|"),
-    "why": (
-        "because haste is expensive|since nobody else will|although the reward is uncertain|because memory is a poor "
-        "ledger|even when the weather turns|since habits outlast plans|because small errors grow|though few people "
-        "notice|because the work itself is a kind of rest|since the details decide the outcome|as long as the light "
-        "holds|because silence teaches more than noise"
-    ).split("|"),
-    "what": (
-        "a well-made chair|the shape of a sentence|an empty notebook|the sound of rain on a tin roof|a long letter from a "
-        "friend|the first hour of the day|a map with its corners torn|the smell of fresh bread|a crowded station|an "
-        "unfinished bridge|the habit of reading aloud|a garden in late autumn|the price of convenience|a borrowed "
-        "book|the weight of a promise|a slow river"
-    ).split("|"),
-    "is": (
-        "is worth more than it seems|tells you something about its maker|changes with the season|cannot be hurried|is "
-        "easily mistaken for luck|rewards attention|is harder to describe than to enjoy|outlives its purpose|looks "
-        "different from close by|asks for very little|settles an argument better than words|is rarely what was planned"
-    ).split("|"),
-    "where": (
-        "in the mountains|near the harbor|at the edge of town|in a narrow kitchen|behind the school|on the upper floor|in "
-        "most small companies|along the canal|in the back of the workshop|under the old bridge|on a quiet street|at the "
-        "end of the line"
-    ).split("|"),
-    "when": (
-        "in the spring|after the harvest|on long evenings|before the first frost|during the quiet weeks|at the end of a "
-        "busy year|when the guests have left|early in a project|toward the end of a career|on the first warm day|in "
-        "difficult times|late at night"
-    ).split("|"),
-    "idea": (
-        "that good work hides its effort|that most advice is autobiography|that simple tools last longest|that people "
-        "argue about what they cannot measure|that a promise is a kind of debt|that curiosity can be practised|that "
-        "every shortcut has a toll|that the best conversations have pauses|that taste is mostly attention|that nobody "
-        "regrets a walk|that clear writing is clear thinking|that failure is often only bad timing"
-    ).split("|"),
+    "who": _split(
+        "a patient teacher|the old carpenter|every good gardener|a young engineer|the village baker|my "
+        "grandfather|an honest critic|the new librarian|a careful editor|the ferry captain|a tired nurse|one of "
+        "the builders|a retired judge|the piano tuner|a curious child|the night watchman|an ambitious painter|the "
+        "shopkeeper",
+        "|",
+    ),
+    "does": _split(
+        "learns to wait|keeps a short list|asks the plain question first|repairs what is broken|writes things "
+        "down|walks the long way home|starts over without complaint|listens before speaking|throws away the first "
+        "draft|measures twice|forgets the small insults|leaves room for mistakes|opens the windows early|borrows "
+        "tools and returns them|works in the quiet hours|trusts the slow method",
+        "|",
+    ),
+    "why": _split(
+        "because haste is expensive|since nobody else will|although the reward is uncertain|because memory is a "
+        "poor ledger|even when the weather turns|since habits outlast plans|because small errors grow|though few "
+        "people notice|because the work itself is a kind of rest|since the details decide the outcome|as long as "
+        "the light holds|because silence teaches more than noise",
+        "|",
+    ),
+    "what": _split(
+        "a well-made chair|the shape of a sentence|an empty notebook|the sound of rain on a tin roof|a long "
+        "letter from a friend|the first hour of the day|a map with its corners torn|the smell of fresh bread|a "
+        "crowded station|an unfinished bridge|the habit of reading aloud|a garden in late autumn|the price of "
+        "convenience|a borrowed book|the weight of a promise|a slow river",
+        "|",
+    ),
+    "is": _split(
+        "is worth more than it seems|tells you something about its maker|changes with the season|cannot be "
+        "hurried|is easily mistaken for luck|rewards attention|is harder to describe than to enjoy|outlives its "
+        "purpose|looks different from close by|asks for very little|settles an argument better than words|is "
+        "rarely what was planned",
+        "|",
+    ),
+    "where": _split(
+        "in the mountains|near the harbor|at the edge of town|in a narrow kitchen|behind the school|on the upper "
+        "floor|in most small companies|along the canal|in the back of the workshop|under the old bridge|on a "
+        "quiet street|at the end of the line",
+        "|",
+    ),
+    "when": _split(
+        "in the spring|after the harvest|on long evenings|before the first frost|during the quiet weeks|at the "
+        "end of a busy year|when the guests have left|early in a project|toward the end of a career|on the first "
+        "warm day|in difficult times|late at night",
+        "|",
+    ),
+    "idea": _split(
+        "that good work hides its effort|that most advice is autobiography|that simple tools last longest|that "
+        "people argue about what they cannot measure|that a promise is a kind of debt|that curiosity can be "
+        "practised|that every shortcut has a toll|that the best conversations have pauses|that taste is mostly "
+        "attention|that nobody regrets a walk|that clear writing is clear thinking|that failure is often only bad "
+        "timing",
+        "|",
+    ),
 }
-_FRAMES = (
-    "{When}, {who} {does}.|{Who} {does} {why}.|{What} {is}.|{Where}, {what} {is}.|I used to believe {idea}, but {who} "
-    "showed me otherwise.|{Who} once told me {idea}.|It is easy to forget {idea} {when}.|{When}, {what} {is}, and {who} "
-    "knows it.|People {where} like to say {idea}.|There is nothing strange about {what} {where}.|If {who} {does}, it is "
-    "usually {why}.|{What} {is} {when}.|Nobody {where} expects {what}.|The story goes {idea}, and {who} {does}.|{Who} and "
-    "{who} rarely agree about {what}.|What matters {when} is not {what} but {what}.|{Where}, {who} {does} {when}.|Perhaps "
-    "it is true {idea}.|{What} reminded me of {what}.|Suppose {who} {does} {when}; then {what} {is}."
-).split("|")
+_FRAMES = _split(
+    "{When}, {who} {does}.|{Who} {does} {why}.|{What} {is}.|{Where}, {what} {is}.|I used to believe {idea}, but "
+    "{who} showed me otherwise.|{Who} once told me {idea}.|It is easy to forget {idea} {when}.|{When}, {what} "
+    "{is}, and {who} knows it.|People {where} like to say {idea}.|There is nothing strange about {what} "
+    "{where}.|If {who} {does}, it is usually {why}.|{What} {is} {when}.|Nobody {where} expects {what}.|The story "
+    "goes {idea}, and {who} {does}.|{Who} and {who} rarely agree about {what}.|What matters {when} is not {what} "
+    "but {what}.|{Where}, {who} {does} {when}.|Perhaps it is true {idea}.|{What} reminded me of {what}.|Suppose "
+    "{who} {does} {when}; then {what} {is}.",
+    "|",
+)
 
 
 def built_in_prose(seed: int = 0) -> Iterator[str]:

@@ -8,8 +8,9 @@ Parts decide; the session applies. None touches a cache tensor or holds state be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -53,7 +54,7 @@ class LayerView:
 
     Attributes:
         layer: index of the layer in the model; `n_layers` full-attention layers take part in the budget.
-        keys, values: `[B, H_kv, P, D]` as the codec returns them, RoPE applied.
+        read: gives keys and values `[B, H_kv, P, D]` as the codec returns them, RoPE applied; called when first asked.
         positions: int `[B, H_kv, P]`, original position of each slot, -1 where empty.
         real: LongTensor `[B]` on the CPU, real tokens each row has seen.
         kept: LongTensor `[B]` on the CPU, slots per head that the row will keep (the cap, or all if fewer).
@@ -63,13 +64,26 @@ class LayerView:
 
     layer: int
     n_layers: int
-    keys: Tensor
-    values: Tensor
+    read: Callable[[], tuple[Tensor, Tensor]]
     positions: Tensor
     real: Tensor
     kept: Tensor
     phase: str
     group: int
+
+    @cached_property
+    def _keys_values(self) -> tuple[Tensor, Tensor]:
+        return self.read()
+
+    @property
+    def keys(self) -> Tensor:
+        """`[B, H_kv, P, D]`"""
+        return self._keys_values[0]
+
+    @property
+    def values(self) -> Tensor:
+        """`[B, H_kv, P, D]`"""
+        return self._keys_values[1]
 
 
 class Observed(ABC):

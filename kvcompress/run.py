@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcompress import models, record, tracking
-from kvcompress.config import RESUME, build_method, build_task, check_overrides, register
+from kvcompress.config import RESUME, build_method, build_task, check_keys, check_overrides, register
 from kvcompress.measure import hardware
 from kvcompress.method import Method
 from kvcompress.task import Sample, Task
@@ -92,7 +92,7 @@ def check_lengths(samples: Sequence[Sample], model: Any, method: Method) -> None
     longest = max(samples, key=lambda sample: sample.total_tokens())
     if longest.total_tokens() > limit:
         raise ValueError(
-            f"sample {longest.id} needs {longest.total_tokens()} positions (answer included) and the model has {limit}; "
+            f"sample {longest.id} needs {longest.total_tokens()} positions, answer included; the model has {limit}; "
             "choose shorter prompts, or a method with compact positions"
         )
 
@@ -122,8 +122,9 @@ class Runner:
         return outcome
 
     def _cell(self, config: DictConfig) -> Outcome:
-        named: dict[str, Any] = dict(method=str(OmegaConf.select(config, "method.name")), budget=config.budget)
+        named: dict[str, Any] = {"method": str(OmegaConf.select(config, "method.name")), "budget": config.budget}
         try:
+            check_keys(config)
             if config.resume not in RESUME:
                 raise ValueError(f"resume={config.resume!r}; valid: {', '.join(RESUME)}")
             if config.limit is not None and config.limit < 1:
@@ -135,10 +136,12 @@ class Runner:
         run_id = record.digest(cell)
         key = (config.sweep.name, run_id)
         folder = record.RunFolder(Path(config.paths.results), config.sweep.name, run_id)
-        named |= dict(run_id=run_id, folder=folder.path)
+        named |= {"run_id": run_id, "folder": folder.path}
         found = folder.record()
         if key in self._seen:
-            return Outcome(**named, status="same", record=found or {}, note="this method has no budget: one cell for all")
+            return Outcome(
+                **named, status="same", record=found or {}, note="this method has no budget: one cell for all"
+            )
         self._seen.add(key)
         source = record.source_hash()
         if found is not None and found["status"] in record.FINISHED:
@@ -156,7 +159,13 @@ class Runner:
         return Outcome(**named, status=written["status"], record=written, note=" ".join(note))
 
     def _run(
-        self, config: DictConfig, cell: dict[str, Any], method: Method, task: Task, folder: record.RunFolder, source: str
+        self,
+        config: DictConfig,
+        cell: dict[str, Any],
+        method: Method,
+        task: Task,
+        folder: record.RunFolder,
+        source: str,
     ) -> dict[str, Any]:
         kept = folder.rows(None if config.resume == "any" else source)
         folder.open(OmegaConf.to_yaml(config, resolve=True))
@@ -256,7 +265,9 @@ class Runner:
         written: dict[str, Any] = dict.fromkeys(record.KEYS)
         written |= found
         written |= {f"parts.{name}": value for name, value in parts.items()}
-        written |= record.versions() | {f"versions.{name}": value for name, value in hardware(models.resolve_device(config.device)).items()}
+        written |= record.versions() | {
+            f"versions.{name}": value for name, value in hardware(models.resolve_device(config.device)).items()
+        }
         written |= {
             "run_id": folder.run_id,
             "status": status,
@@ -304,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from transformers.utils import logging as transformers_logging
 
     import kvcompress.conf
-    from kvcompress.report.table import leaderboard
+    from kvcompress.report.table import leaderboard, terminal
 
     folder = Path(str(kvcompress.conf.__file__)).parent
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -334,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unique = {outcome.run_id: outcome for outcome in runner.outcomes if outcome.record}
     stored = [_latest(outcome) for outcome in unique.values()]
     if stored:
-        leaderboard([dict(found) for found in stored], Console())
+        leaderboard([dict(found) for found in stored], terminal())
     for outcome in runner.outcomes:
         if outcome.failed or outcome.status == "stale":
             text = f"{outcome.status}: {outcome.method} budget {outcome.budget} {outcome.run_id} {outcome.note}"

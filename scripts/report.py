@@ -1,4 +1,4 @@
-"""The leaderboard of a results folder: python scripts/report.py results/ [--markdown FILE] [--csv FILE] [--png FOLDER]"""
+"""The leaderboard of a results folder: python scripts/report.py results/ [--markdown F] [--csv F] [--png FOLDER]"""
 
 from kvcompress.report.cli import main
 

@@ -1,4 +1,4 @@
-"""Tasks, one file each. Every `Task` subclass in this folder that has a `name` is found and exported by its class name."""
+"""Tasks, one file each. Every `Task` subclass with a `name` is found and exported by its class name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def discover() -> dict[str, type[Task]]:
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__:
-                if "name" in vars(value):
-                    found[value.name] = value
+            here = isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+            if here and "name" in vars(value):
+                found[value.name] = value
     return dict(sorted(found.items()))
 
 

@@ -30,7 +30,9 @@ RULER_ANSWER = " The special magic numbers for {query} mentioned in the provided
 CLASSIC_NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 CLASSIC_SPANS = ("eat a sandwich", "Dolores Park")
 CLASSIC_HEAD = "This is a very long story book: <book> "
-CLASSIC_QUESTION = " </book>.\nBased on the content of the book, Question: What is the best thing to do in San Francisco?"
+CLASSIC_QUESTION = (
+    " </book>.\nBased on the content of the book, Question: What is the best thing to do in San Francisco?"
+)
 CLASSIC_ANSWER = "\nAnswer: The best thing to do in San Francisco is"
 
 
@@ -110,7 +112,9 @@ class Needle(Task):
             raise ValueError(f"task.depths={list(self.depths)}; a depth is a share of the context, from 0.0 to 1.0")
         for field in ("lengths", "depths"):
             if len(set(getattr(self, field))) != len(getattr(self, field)):
-                raise ValueError(f"task.{field}={list(getattr(self, field))} holds a value twice; use n_seeds for repeats")
+                raise ValueError(
+                    f"task.{field}={list(getattr(self, field))} holds a value twice; use n_seeds for repeats"
+                )
         if self.form == "classic" and (self.n_keys, self.n_values, self.n_queries) != (1, 1, 1):
             raise ValueError("form=classic hides one sentence; n_keys, n_values and n_queries belong to form=ruler")
 

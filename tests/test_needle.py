@@ -12,7 +12,7 @@ from tokenizers import processors
 from kvcompress.haystack import NOISE, Encoder, built_in_prose, load_haystack, split_sentences
 from kvcompress.random_models import byte_tokenizer
 from kvcompress.tasks import TASKS
-from kvcompress.tasks.needle import CLASSIC_NEEDLE, RULER_NEEDLE, Needle
+from kvcompress.tasks.needle import CLASSIC_NEEDLE, Needle
 
 TOKENIZER = byte_tokenizer()
 
@@ -27,7 +27,6 @@ def tokenizer(adds_bos: bool, template_adds_bos: bool | None):
     elif not template_adds_bos:
         made.chat_template = made.chat_template.replace("{{ bos_token }}", "")
     return made
-
 
 
 @given(
@@ -114,8 +113,8 @@ def test_wording_is_rulers_for_one_answer_and_for_several():
     )
     key = text.rsplit("special magic number for ", 1)[1].split(" mentioned")[0]
     assert text.endswith(
-        f"\nWhat is the special magic number for {key} mentioned in the provided text? The special magic number for {key} "
-        "mentioned in the provided text is"
+        f"\nWhat is the special magic number for {key} mentioned in the provided text? "
+        f"The special magic number for {key} mentioned in the provided text is"
     )
     (many,) = Needle(lengths=(900,), depths=(0.5,), n_queries=2, template="none").samples(TOKENIZER)
     text = TOKENIZER.decode(many.prompt_ids(), skip_special_tokens=True)

@@ -46,7 +46,10 @@ def test_digest_rounds_floats_ignores_key_order_and_tells_one_token_from_the_who
     assert record.digest([0.25]) != record.digest([0.250001])
 
 
-@given(st.dictionaries(st.text(max_size=4), st.integers() | st.booleans() | st.text(max_size=4), min_size=1, max_size=5), st.data())
+@given(
+    st.dictionaries(st.text(max_size=4), st.integers() | st.booleans() | st.text(max_size=4), min_size=1, max_size=5),
+    st.data(),
+)
 @settings(max_examples=50, deadline=None)
 def test_changing_any_value_changes_the_digest(cell, data):
     key = data.draw(st.sampled_from(sorted(cell)))
@@ -95,7 +98,9 @@ def test_a_record_is_replaced_whole_and_leaves_no_temporary_file(tmp_path):
 
 
 def test_aggregate_gives_means_medians_and_quartiles():
-    found = record.aggregate([row("a", 1.0), row("b", 0.0, finished="length", active=False), row("c", 1.0), row("d", 1.0)])
+    found = record.aggregate(
+        [row("a", 1.0), row("b", 0.0, finished="length", active=False), row("c", 1.0), row("d", 1.0)]
+    )
     assert found["score"] == 0.75 and found["score_stderr"] == pytest.approx(0.25)
     assert found["share_inactive"] == 0.25 and found["protocol.hit_max_share"] == 0.25
     assert found["kv.ratio"] == 0.5 and found["kv.kept_tokens_max"] == 6

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvcompress.report.heatmap import draw
 from kvcompress.report.load import Entry, load
-from kvcompress.report.table import leaderboard, markdown, title, to_csv
+from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     notes = Console(stderr=True)
     found = load(options.paths)
     for damaged in found.damaged:
-        notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False)
+        notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not found.entries:
         places = ", ".join(map(str, options.paths))
         notes.print(f"no records under {places}: make some with scripts/run.py", style="red", markup=False)
@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
-            notes.print(f"wrote {target}", markup=False)
+            notes.print(f"wrote {target}", markup=False, soft_wrap=True)
     if not printed:
         for sweep in sorted({entry.sweep for entry in found.entries}):
             notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
-            leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], Console())
+            leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], terminal())
     if options.png is not None:
         pairs: dict[tuple[str, str], list[Entry]] = {}
         for entry in found.entries:
@@ -58,5 +58,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for (sweep, pair), entries in sorted(pairs.items()):
             path = options.png / f"{sweep}-{entries[0].record['task']}-{pair[:8]}.png"
             if draw(entries, f"{sweep}: {title(entries[0].record)}", path):
-                notes.print(f"wrote {path}", markup=False)
+                notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     return 0

@@ -48,10 +48,7 @@ def draw(entries: Sequence[Entry], title: str, path: Path) -> bool:
         return False
     lengths = sorted({length for _, cells in runs for length, _ in cells})
     depths = sorted({depth for _, cells in runs for _, depth in cells})
-    if len(lengths) == 1:
-        figure = _methods(plt, runs, lengths[0], depths)
-    else:
-        figure = _grids(plt, runs, lengths, depths)
+    figure = _methods(plt, runs, lengths[0], depths) if len(lengths) == 1 else _grids(plt, runs, lengths, depths)
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -76,46 +73,69 @@ def _paint(axes: Any, table: list[list[float]], x: Sequence[str], depths: Sequen
             for j, value in enumerate(line):
                 if not math.isnan(value):
                     text = f"{value:.2f}".rstrip("0").rstrip(".")
-                    axes.text(j, i, text, ha="center", va="center", fontsize=7, color="black" if value > 0.55 else "white")
+                    axes.text(
+                        j, i, text, ha="center", va="center", fontsize=7, color="black" if value > 0.55 else "white"
+                    )
     return image
 
 
+def _budget(record: dict[str, Any]) -> str:
+    budget = record["budget"]
+    return (
+        "–"
+        if record.get("baseline") == record["run_id"]
+        else f"{budget:g}"
+        if isinstance(budget, float)
+        else f"{budget} tok"
+    )
+
+
 def _methods(plt: Any, runs: Sequence[tuple[Any, Any]], length: int, depths: Sequence[float]) -> Any:
+    """One panel: depth x method and budget, the methods named above their budgets."""
     table = [[cells.get((length, depth), math.nan) for _, cells in runs] for depth in depths]
     means = [fmean(v for v in column if not math.isnan(v)) for column in zip(*table, strict=True)]
-    names = [f"{label(record)}\nmean {mean:.2f}" for (record, _), mean in zip(runs, means, strict=True)]
-    size = (max(5.0, 0.55 * len(runs) + 2.0), max(3.2, 0.4 * len(depths) + 2.2))
+    ticks = [f"{_budget(record)}\n({mean:.2f})" for (record, _), mean in zip(runs, means, strict=True)]
+    size = (max(5.0, 0.55 * len(runs) + 2.0), max(3.0, 0.36 * len(depths) + 1.7))
     figure, axes = plt.subplots(figsize=size, layout="constrained")
-    image = _paint(axes, table, names, depths)
-    axes.set_xticklabels(names, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
-    # a thin line where the method changes lets one read budgets as a block
-    for at in range(1, len(runs)):
-        if runs[at][0]["method"] != runs[at - 1][0]["method"]:
-            axes.axvline(at - 0.5, color="black", linewidth=1.5)
+    image = _paint(axes, table, ticks, depths)
+    axes.tick_params(axis="x", labelsize=8)
+    names = [str(record["method"]) for record, _ in runs]
+    starts = [at for at in range(len(runs)) if at == 0 or names[at] != names[at - 1]]
+    for start, end in zip(starts, [*starts[1:], len(runs)], strict=True):
+        block = end - start
+        # a long name over a single column would run into its neighbours
+        turn = {"rotation": 30, "ha": "left"} if len(names[start]) > 9 * block else {"ha": "center"}
+        axes.text((start + end - 1) / 2, -0.62, names[start], va="bottom", fontsize=9, **turn)
+        if start:
+            axes.axvline(start - 0.5, color="black", linewidth=1.5)
     axes.set_ylabel("depth of the needle")
-    axes.set_xlabel(f"method and budget, at {length} tokens")
+    axes.set_xlabel(f"budget (mean score), prompts of {length:,} tokens")
     figure.colorbar(image, ax=axes, label="score", fraction=0.05, pad=0.02)
     return figure
 
 
 def _grids(plt: Any, runs: Sequence[tuple[Any, Any]], lengths: Sequence[int], depths: Sequence[float]) -> Any:
-    columns = min(4, len(runs))
-    lines = math.ceil(len(runs) / columns)
-    size = (max(5.0, columns * max(2.4, 0.45 * len(lengths) + 0.8) + 1.0), lines * max(2.2, 0.3 * len(depths) + 1.0) + 0.6)
-    figure, panels = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    """A panel per run, depth x length: methods one below the other, their budgets side by side."""
+    names = list(dict.fromkeys(str(record["method"]) for record, _ in runs))
+    by_method = [[run for run in runs if str(run[0]["method"]) == name] for name in names]
+    columns = max(map(len, by_method))
+    size = (columns * max(2.4, 0.45 * len(lengths) + 0.8) + 1.2, len(names) * max(1.9, 0.28 * len(depths) + 0.8) + 0.6)
+    figure, panels = plt.subplots(
+        len(names), columns, figsize=(max(5.0, size[0]), size[1]), layout="constrained", squeeze=False
+    )
     image = None
-    for number, panel in enumerate(panels.flat):
-        if number >= len(runs):
-            panel.set_axis_off()
-            continue
-        record, cells = runs[number]
-        table = [[cells.get((length, depth), math.nan) for length in lengths] for depth in depths]
-        image = _paint(panel, table, [f"{length:,}" for length in lengths], depths)
-        panel.set_title(f"{label(record)} · mean {record['score']:.2f}", fontsize=9)
-        panel.tick_params(labelsize=8)
-        if number % columns == 0:
-            panel.set_ylabel("depth of the needle")
-        if number + columns >= len(runs):
-            panel.set_xlabel("prompt length (tokens)")
-    figure.colorbar(image, ax=panels, label="score", fraction=0.05, pad=0.02)
+    for line, group in enumerate(by_method):
+        for column, panel in enumerate(panels[line]):
+            if column >= len(group):
+                panel.set_axis_off()
+                continue
+            record, cells = group[column]
+            table = [[cells.get((length, depth), math.nan) for length in lengths] for depth in depths]
+            image = _paint(panel, table, [f"{length:,}" for length in lengths], depths)
+            panel.set_title(f"{label(record)} · mean {record['score']:.2f}", fontsize=9)
+            panel.tick_params(labelsize=8)
+            if column == 0:
+                panel.set_ylabel("depth")
+    figure.supxlabel("prompt length (tokens)", fontsize=10)
+    figure.colorbar(image, ax=panels, label="score", fraction=0.04, pad=0.02, aspect=40)
     return figure

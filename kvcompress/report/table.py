@@ -86,6 +86,12 @@ def on_board(record: Record) -> bool:
     return record["status"] == "ok"
 
 
+def terminal() -> Console:
+    """A console for tables: a pipe or a file has no width of its own, so nothing is cut for its sake."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 110))
+
+
 def leaderboard(records: Iterable[Record], console: Console) -> None:
     """Print one table of comparable records per setting, those that do not count last and dimmed."""
     groups: dict[Any, list[Record]] = {}
@@ -108,6 +114,7 @@ def _print(group: Sequence[Record], console: Console) -> None:
     if not any(flags(record) for record in group):
         hidden.add("notes")
     table = Table(title=head, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.collapse_padding = True
     shown = [(name, show) for name, show in COLUMNS if name not in hidden]
     for name, _ in shown:
         # numbers must never be cut: a narrow terminal wraps the notes
@@ -145,7 +152,19 @@ def markdown(groups: Iterable[Sequence[Record]]) -> str:
 def to_csv(records: Iterable[Record]) -> str:
     """Every key of every record, one row each; errors in one line."""
     records = [record | {"flags": " ".join(flags(record))} for record in records]
-    first = ["sweep", "model", "task", "method", "budget", "seed", "status", "flags", "n_samples", "score", "score_stderr"]
+    first = [
+        "sweep",
+        "model",
+        "task",
+        "method",
+        "budget",
+        "seed",
+        "status",
+        "flags",
+        "n_samples",
+        "score",
+        "score_stderr",
+    ]
     first += ["delta_full", "delta_stderr", "kv.ratio"]
     keys = list(dict.fromkeys([*first, *sorted({key for record in records for key in record})]))
     out = io.StringIO()
@@ -156,5 +175,3 @@ def to_csv(records: Iterable[Record]) -> str:
             record["error"] = str(record["error"]).strip().splitlines()[-1]
         writer.writerow(record)
     return out.getvalue()
-
-

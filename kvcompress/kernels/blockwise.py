@@ -1,0 +1,108 @@
+"""Attention over blocks of queries, exact, in float32 where it sums: memory grows with L x block, never L x L."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+BLOCK_ELEMENTS = 1 << 21  # logits of one query block: 8 MiB in float32, so that they stay in a CPU's cache
+MIN_BLOCK = 16  # queries: smaller blocks would leave matrix units idle
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a model asks of one attention call beyond softmax(q k^T).
+
+    Attributes:
+        scaling: factor on the logits.
+        window: sliding window in tokens, or None.
+        softcap: logits become softcap * tanh(logits / softcap), or None.
+        sinks: one extra logit per query head `[H]` that takes probability and gives no value, or None.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True if SDPA can do it."""
+        return self.softcap is None and self.sinks is None
+
+
+def visible(positions: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    """Which slots a query sees.
+
+    Args:
+        positions: int `[B, H_kv or 1, P]`, -1 = empty.
+        queries: int `[B or 1, n]`, -1 = padding; such a query sees everything, so that its row stays finite.
+        window: sliding window in tokens, or None.
+
+    Returns:
+        bool `[B, H_kv or 1, n, P]`.
+    """
+    slot, query = positions[:, :, None, :], queries[:, None, :, None]
+    allowed = (slot >= 0) & (slot <= query)
+    if window is not None:
+        allowed &= slot > query - window
+    return allowed | (query < 0)
+
+
+def blocks(n: int, q: Tensor, k: Tensor) -> list[slice]:
+    """Cut n queries so that one block's logits stay under BLOCK_ELEMENTS."""
+    size = min(n, max(MIN_BLOCK, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2])))
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def group_queries(q: Tensor, heads: int) -> Tensor:
+    """`[B, H, n, D]` → `[B, H_kv, G * n, D]`: a KV head's queries side by side, so keys are never repeated."""
+    batch, all_heads, n, dim = q.shape
+    return q.reshape(batch, heads, (all_heads // heads) * n, dim)
+
+
+def sdpa_block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling: float) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    mask = allowed
+    if allowed is not None and q.shape[2] > 1 and group > 1:
+        mask = allowed[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    output = F.scaled_dot_product_attention(group_queries(q, k.shape[1]), k, v, attn_mask=mask, scale=scaling)
+    return output.view(*q.shape[:3], v.shape[-1])
+
+
+def softmax_block(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, features: Features, masked_from: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention in float32 with soft cap and sinks.
+
+    Args:
+        q: `[B, H, n, D]`; k, v `[B, H_kv, P, D]`.
+        allowed: bool broadcasting to `[B, H_kv, n, P]`, or None for all.
+        masked_from: columns before it are seen by every query of the block, so only the rest is masked.
+
+    Returns:
+        output `[B, H, n, D]`, probabilities `[B, H_kv, G, n, P]` float32.
+    """
+    batch, all_heads, n, _ = q.shape
+    heads = k.shape[1]
+    if q.dtype == torch.float32:  # one pass less over the logits
+        logits = torch.matmul(group_queries(q * features.scaling, heads), k.transpose(2, 3))
+    else:
+        logits = torch.matmul(group_queries(q, heads), k.transpose(2, 3)).float().mul_(features.scaling)
+    if features.softcap is not None:
+        logits = logits.div_(features.softcap).tanh_().mul_(features.softcap)
+    logits = logits.view(batch, heads, all_heads // heads, n, -1)
+    if allowed is not None:
+        start = masked_from or 0
+        logits[..., start:].masked_fill_(~allowed[:, :, None, :, start:], float("-inf"))
+    if features.sinks is None:
+        p = torch.softmax(logits, dim=-1)
+    else:
+        sinks = features.sinks.to(logits.device).float().view(1, heads, -1, 1, 1).expand(batch, -1, -1, n, 1)
+        p = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
+    output = torch.matmul(p.to(v.dtype).flatten(2, 3), v)
+    return output.view(batch, all_heads, n, -1), p

@@ -1,0 +1,125 @@
+"""Reports come from records alone; what must not be trusted is flagged, damaged records are skipped and listed."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from rich.console import Console
+
+from kvcompress import record
+from kvcompress.report.cli import main
+from kvcompress.report.heatmap import grid
+from kvcompress.report.load import load
+from kvcompress.report.table import COLUMNS, leaderboard
+
+
+def make(folder, method, budget, score, *, scorer="S", status="ok", lengths=(1000,), **more):
+    """A finished run of two depths per length: the first found with `score`, the second always."""
+    run_id = record.digest([method, budget])
+    run = record.RunFolder(folder, "board", run_id)
+    run.open("")
+    for length in lengths:
+        for depth, value in ((0.0, score), (1.0, 1.0)):
+            run.append({"id": f"{length}-{depth}", "score": value, "meta": {"length": length, "depth": depth}})
+    made = dict.fromkeys(record.KEYS) | {
+        "run_id": run_id,
+        "status": status,
+        "model": "tiny",
+        "task": "needle",
+        "method": method,
+        "budget": budget,
+        "seed": 0,
+        "n_samples": 2 * len(lengths),
+        "score": (score + 1) / 2,
+        "score_stderr": 0.25,
+        "parts.scorer": scorer,
+        "parts.codec": "plain",
+        "parts.reader": "all",
+        "parts.prefill": "oneshot",
+        "kv.ratio": budget + 0.002,
+        "kv.kept_tokens_mean": 1000 * budget,
+        "time.ttft_s": 1.5,
+        "time.tpot_s": 0.05,
+        "protocol.pair": "p",
+        "versions.source": record.source_hash(),
+    }
+    run.finish(made | more)
+    return run
+
+
+@pytest.fixture
+def results(tmp_path):
+    make(tmp_path, "full", 1.0, 1.0, scorer="none")
+    make(tmp_path, "good", 0.5, 1.0)
+    make(tmp_path, "bad", 0.25, 0.0, **{"versions.source": "old"})
+    make(tmp_path, "idle", 0.9, 1.0, status="inactive")
+    make(tmp_path, "broken", 0.5, 0.0, status="failed", error="Traceback\nValueError: no")
+    for name, text in (("cut", '{"run_id": "x", "sta'), ("odd", '{"status": "ok"}')):
+        (tmp_path / "board" / name).mkdir()
+        (tmp_path / "board" / name / "record.json").write_text(text)
+    return tmp_path
+
+
+def test_damaged_records_are_skipped_and_listed(results):
+    found = load([results, results / "nowhere"])
+    assert len(found.entries) == 5 and len(found.damaged) == 3
+    assert any("cut" in text for text in found.damaged) and any("nowhere" in text for text in found.damaged)
+
+
+def test_board_starts_with_the_baseline_and_puts_what_does_not_count_last(results):
+    out = io.StringIO()
+    leaderboard([entry.record for entry in load([results]).entries], Console(file=out, width=120))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    methods = [line[0] for line in lines if line and line[0] in ("full", "good", "bad", "idle", "broken")]
+    assert methods[0] == "full" and methods[1:3] == ["bad", "good"] and set(methods[3:]) == {"idle", "broken"}
+    by_name = {line[0]: " ".join(line) for line in lines if line}
+    assert "baseline" in by_name["full"] and "-0.500" in by_name["bad"] and "+0.000" in by_name["good"]
+    assert (
+        "stale" in by_name["bad"]
+        and "25.2%" in by_name["bad"]
+        and "1.50 s" in by_name["bad"]
+        and "50 ms" in by_name["bad"]
+    )
+    assert "inactive" in by_name["idle"] and "0.9" in by_name["idle"] and "1.000" not in by_name["idle"]
+    assert "failed" in by_name["broken"]
+
+
+def test_no_number_is_cut_in_80_columns(results):
+    out = io.StringIO()
+    records = [entry.record for entry in load([results]).entries if entry.record["status"] == "ok"]
+    records[0]["method"] = "streamingllm"
+    leaderboard([r | {"versions.source": record.source_hash()} for r in records], Console(file=out, width=80))
+    assert "…" not in out.getvalue()
+
+
+def test_markdown_and_csv_hold_every_record(results, capsys):
+    assert main([str(results), "--markdown", str(results / "board.md"), "--csv", str(results / "all.csv")]) == 0
+    lines = (results / "board.md").read_text().splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 2 + 5
+    assert all(line.count("|") == len(COLUMNS) + 1 for line in lines if line.startswith("|"))
+    rows = list(csv.DictReader((results / "all.csv").open()))
+    assert len(rows) == 5 and {row["status"] for row in rows} == {"ok", "inactive", "failed"}
+    assert next(row for row in rows if row["method"] == "broken")["error"] == "ValueError: no"
+    assert "skipped" in capsys.readouterr().err
+
+
+def test_heat_maps_are_written_for_one_length_and_for_a_grid(results, tmp_path):
+    assert main([str(results), "--png", str(tmp_path / "png")]) == 0
+    (one,) = (tmp_path / "png").glob("*.png")
+    assert one.read_bytes().startswith(b"\x89PNG")
+    other = tmp_path / "several"
+    make(other, "full", 1.0, 1.0, scorer="none", lengths=(500, 1000, 2000))
+    make(other, "good", 0.5, 0.0, lengths=(500, 1000, 2000))
+    assert main([str(other), "--png", str(other)]) == 0 and list(other.glob("*.png"))
+
+
+def test_grid_is_the_mean_per_length_and_depth():
+    rows = [{"score": s, "meta": {"length": 10, "depth": d}} for s, d in ((1, 0.0), (0, 0.0), (1, 1.0))]
+    assert grid([*rows, {"score": 1, "meta": {}}]) == {(10, 0.0): 0.5, (10, 1.0): 1.0}
+
+
+def test_no_record_at_all_exits_1_and_says_how_to_make_one(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "scripts/run.py" in capsys.readouterr().err
