@@ -100,6 +100,29 @@ def test_the_old_storage_is_freed(name):
     assert sum(new.values()) <= 0.25 * 1.5 * full_bytes(model, LENGTH)
 
 
+@pytest.mark.parametrize("which", ["first", "last", "ragged"])
+def test_a_kept_slice_is_a_copy(which):
+    """Keeping the first or last slots, which a view could do, frees the rest as well."""
+    with compress(wide(), Full()) as session:
+        cache = session.prefill(random_ids(1, LENGTH)).cache
+        kept = torch.zeros(1, 2, LENGTH, dtype=torch.bool)
+        if which == "first":
+            kept[:, :, :50] = True
+        elif which == "last":
+            kept[:, :, -50:] = True
+        else:
+            kept[:, 0, :80] = kept[:, 1, :20] = True
+        before = cache.keys_values(0)[0][kept]
+        for layer in cache.layers:
+            layer.keep(kept)
+        positions, keys = cache.positions(0), cache.keys_values(0)[0]
+        assert torch.equal(keys[positions >= 0], before)
+        assert (positions >= 0).sum() == 100
+        for layer in cache.layers:
+            held = storage_bytes(tensors_of(layer))
+            assert held <= 100 * (2 * HEAD * 4 + 4) + 1024
+
+
 @pytest.mark.parametrize("name", EVICTING)
 def test_decoding_at_the_cap_does_not_grow(name):
     """Methods with a decode schedule hold the same bytes after many steps, allocated ones included."""
