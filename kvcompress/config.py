@@ -93,7 +93,8 @@ class RunConfig:
 def part_classes(base: type) -> dict[str, type]:
     """Concrete dataclasses under `base` by the name they have in records."""
     found: dict[str, type] = {}
-    for cls in base.__subclasses__():
+    subclasses: list[Any] = base.__subclasses__()
+    for cls in subclasses:
         if is_dataclass(cls) and not getattr(cls, "__abstractmethods__", None):
             found[getattr(cls, "name", cls.__name__.lower())] = cls
         found |= part_classes(cls)
@@ -122,7 +123,7 @@ def schema(cls: type, name: str, leave_out: Sequence[str] = ()) -> type:
             value = item.default
         if isinstance(value, tuple):
             values = list(value)
-            specs.append((item.name, kind, field(default_factory=lambda values=values: list(values))))
+            specs.append((item.name, kind, field(default_factory=functools.partial(list, values))))
         else:
             specs.append((item.name, kind, field(default=MISSING if value is NO_DEFAULT else value)))
     return make_dataclass(f"{cls.__name__}Config", specs)
@@ -218,7 +219,9 @@ def check_keys(config: DictConfig) -> None:
             if key not in valid:
                 near = difflib.get_close_matches(str(key), valid, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ";"
-                raise ValueError(f"{f'{group}.' if group else ''}{key} is no setting{hint} Valid: {', '.join(valid)}")
+                raise ValueError(
+                    f"{f'{group!s}.' if group else ''}{key!s} is no setting{hint} Valid: {', '.join(valid)}"
+                )
 
 
 def _values(node: Any) -> dict[str, Any]:

@@ -155,8 +155,8 @@ class Runner:
         record.fill_deltas(folder.path.parent)
         written = folder.record() or written
         tracking.log(config.logger, written, cell, list(folder.rows().values()), config.sweep.name)
-        note = str(written["error"] or "").strip().splitlines()[-1:]
-        return Outcome(**named, status=written["status"], record=written, note=" ".join(note))
+        lines = str(written["error"] or "").strip().splitlines()
+        return Outcome(**named, status=written["status"], record=written, note=lines[-1] if lines else "")
 
     def _run(
         self,
@@ -232,8 +232,7 @@ class Runner:
                 progress.advance(bar)
 
     def _load(self, config: DictConfig) -> tuple[Any, Any]:
-        settings = OmegaConf.to_container(config.model, resolve=True)
-        assert isinstance(settings, dict)
+        settings: Any = OmegaConf.to_container(config.model, resolve=True)
         extra = settings.pop("options")
         name = settings.pop("name")
         key = record.digest([name, settings, extra, config.dtype, str(config.device), config.seed])
