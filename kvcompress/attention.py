@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from kvcompress import compat
-from kvcompress.cache import CompressedLayer, Forward
 from kvcompress.compression import Compressor
 from kvcompress.kernels.blockwise import Features, blocks, group_queries, sdpa_block, softmax_block, visible
+from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import RaggedStore
 
 Tensor = torch.Tensor

@@ -6,210 +6,16 @@ from positions: int, the token's index among the real tokens of its row, -1 wher
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kvcompress.compat import Cache, CacheLayerMixin, Rotation
-from kvcompress.layouts import DenseStore, RaggedStore, Store, keep_slots
-from kvcompress.method import Codec, State
+from kvcompress.compat import Cache, Rotation
+from kvcompress.layer import CompressedLayer, Forward, layer_bytes, storage_bytes
+from kvcompress.parts import Codec
 
 Tensor = torch.Tensor
-
-
-@dataclass
-class Forward:
-    """One forward through the model, as the cache's layers see it.
-
-    Attributes:
-        phase: "prompt" (compress when it ends), "append" (attend and store) or "decode".
-        length: new columns.
-        real: bool `[B, length]` on the CPU, None if every new column is a real token.
-        positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
-        added: LongTensor `[B]` on the CPU, real tokens per row.
-    """
-
-    phase: str
-    length: int
-    real: Tensor | None
-    positions: Tensor
-    added: Tensor
-    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
-
-    def on(self, name: str, device: torch.device) -> Tensor:
-        """`positions` or `real` on a device, moved once per forward."""
-        key = (name, device)
-        if key not in self._moved:
-            self._moved[key] = getattr(self, name).to(device)
-        return self._moved[key]
-
-
-class CompressedLayer(CacheLayerMixin):
-    """Keys, values and positions of one full-attention layer, and the state a method keeps beside them."""
-
-    is_sliding = False
-    is_croppable = False
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, cache: CompressedCache, index: int):
-        super().__init__()
-        self.cache = weakref.ref(cache)
-        self.index = index
-        self.store: Store | None = None
-        self.seen = 0
-        self.state: State = {}
-        self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
-        self.guard: tuple[Tensor | None, Any, int] | None = None  # protection worked out for a target, of use next step
-        self.evicted = 0
-        self.group = 1  # query heads per KV head
-
-    # ------------------------------------------------------------------ what transformers calls
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store new tokens `[B, H_kv, n, D]`, and hand this layer on to the attention function through `kwargs`."""
-        cache = self.cache()
-        if kwargs is None:
-            raise RuntimeError("this model's attention does not hand its keyword arguments to cache.update()")
-        if cache is None or cache.forward is None:
-            raise RuntimeError(
-                "this CompressedCache was used outside its session: call the model inside `with compress(...)`"
-            )
-        kwargs["kv_layer"] = self
-        forward, heads = cache.forward, key_states.shape[1]
-        rotation = cache.rotation(self.index)
-        if rotation is not None:
-            key_states = rotation.unrotate(
-                key_states, forward.on("positions", key_states.device)[:, None] + cache.shift(self)
-            )
-        new = cache.codec.encode(key_states, value_states)
-        new["positions"] = forward.on("positions", key_states.device)[:, None].expand(key_states.shape[0], 1, -1)
-        if self.store is None:
-            self.is_initialized = True
-            self.device, self.dtype = key_states.device, key_states.dtype
-            self.full_width = heads * (key_states.shape[3] + value_states.shape[3]) * key_states.element_size()
-            self.store = DenseStore.of(new, forward.added[:, None].expand(-1, heads).clone(), grow=not cache.limited)
-        else:
-            self.store.append(new, forward.real, forward.added)
-        self.seen += key_states.shape[2]
-        if isinstance(self.store, DenseStore) and cache.codec.name == "plain" and rotation is None:
-            # views of the buffer, so that the caller's own tensors can be freed
-            return self.store.get("keys"), self.store.get("values")
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """Logical length: columns seen, padding included."""
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(P + q, L - P): lines new keys up with the query offset L."""
-        return self.length + query_length, self.seen - self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        self.store, self.seen, self.state, self.target, self.is_initialized = None, 0, {}, None, False
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select_rows(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.store is not None:
-            self._select_rows(torch.arange(self.counts.shape[0]).repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
-            raise ValueError("a compressed cache cannot be cropped: evicted tokens cannot come back; fork() it before")
-
-    def _select_rows(self, index: Tensor) -> None:
-        if self.store is None:
-            return
-        self.store.select_rows(index)
-        self.state = {k: v.index_select(0, index.to(v.device)) for k, v in self.state.items()}
-        self.target = None if self.target is None else self.target.index_select(0, index.cpu())
-
-    # ------------------------------------------------------------------ what is held
-
-    @property
-    def length(self) -> int:
-        """Slots held per head, empty ones included (the longest head's for a ragged layout)."""
-        return 0 if self.store is None else self.store.length
-
-    @property
-    def counts(self) -> Tensor:
-        """Non-empty slots, LongTensor `[B, H_kv]` on the CPU."""
-        if self.store is None:
-            return torch.zeros(0, 0, dtype=torch.long)
-        return self.store.counts
-
-    def held(self) -> Store:
-        if self.store is None:
-            raise ValueError(f"layer {self.index} holds nothing yet")
-        return self.store
-
-    def positions(self) -> Tensor:
-        """Int32 `[B, H_kv or 1, P]`: the token in each slot, -1 where empty; strictly increasing otherwise."""
-        return self.held().get("positions")
-
-    def keys_values(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H_kv, P, D]` as attention sees them: decoded, rotated; garbage in empty slots."""
-        cache = self._cache()
-        store = self.held()
-        names = [n for n in store.channels if n not in ("positions", "mass", "score")]
-        keys, values = cache.codec.decode({name: store.get(name) for name in names})
-        rotation = cache.rotation(self.index)
-        return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
-
-    def ranks(self) -> Tensor:
-        """Index of each held token among those held, `[B, H_kv or 1, P]`: its position when positions are compact."""
-        return ((self.positions() >= 0).cumsum(-1) - 1).clamp(min=0)
-
-    def keep(self, mask: Tensor, grow: bool = False) -> None:
-        """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`."""
-        store = self.held()
-        before = int(store.counts.sum())
-        if mask.shape != (*store.counts.shape, store.length):
-            raise ValueError(
-                f"keep() needs a mask of shape {(*store.counts.shape, store.length)}, got {tuple(mask.shape)}"
-            )
-        self.store = keep_slots(store, mask, grow)
-        self.evicted += before - int(self.store.counts.sum())
-
-    def drop_one(self, slots: Tensor, rows: Tensor) -> None:
-        """Empty one slot per head `[B, H_kv, 1]` of the given rows (bool `[B]`, CPU) in place, leaving a hole."""
-        store = self.held()
-        assert isinstance(store, DenseStore)
-        store.mark_empty(slots, rows)
-        self.evicted += int(rows.sum()) * slots.shape[1]
-
-    def fork(self, cache: CompressedCache) -> CompressedLayer:
-        copy = CompressedLayer(cache, self.index)
-        copy.store = None if self.store is None else self.store.fork()
-        copy.seen, copy.evicted, copy.is_initialized = self.seen, self.evicted, self.is_initialized
-        if self.store is not None:
-            copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
-            copy.group = self.group
-        copy.state = {k: v.clone() for k, v in self.state.items()}
-        copy.target = None if self.target is None else self.target.clone()
-        return copy
-
-    def _cache(self) -> CompressedCache:
-        cache = self.cache()
-        if cache is None:
-            raise RuntimeError("the cache of this layer is gone")
-        return cache
 
 
 class CompressedCache(Cache):
@@ -312,7 +118,7 @@ class CompressedCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 held = [getattr(layer, name, None) for name in ("keys", "values")]
-                total["other_layers"] += sum(_storage(t) for t in held if t is not None)
+                total["other_layers"] += sum(storage_bytes(t) for t in held if t is not None)
             elif layer.store is not None:
                 for name, value in layer_bytes(layer, self.real).items():
                     total[name] += value
@@ -358,35 +164,6 @@ class CompressedCache(Cache):
         super().batch_repeat_interleave(repeats)
         if self.real is not None:
             self._rows(torch.arange(len(self.real)).repeat_interleave(repeats))
-
-
-def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
-    """Bytes of one layer by kind, from the storages its tensors live in."""
-    store = layer.held()
-    counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys(["keys_values", "positions", "scores", "index", "allocated", "full"], 0)
-    for name, value in store.channels.items():
-        allocated = _storage(value)
-        if name in ("mass", "score"):
-            found["scores"] += allocated
-            continue
-        found["allocated"] += allocated
-        if isinstance(store, RaggedStore):
-            slots, width = int(counts.sum()), value[:1].numel() if value.dim() > 1 else 1
-        elif value.shape[1] == heads:
-            slots, width = int(counts.sum()), value[0, 0, :1].numel()
-        else:  # shared by all heads
-            slots, width = int(counts[:, 0].sum()), value[0, 0, :1].numel()
-        kind = "positions" if name == "positions" else "keys_values"
-        found[kind] += slots * width * value.element_size()
-    found["scores"] += sum(_storage(t) for t in layer.state.values())
-    if real is not None:
-        found["full"] = int(real.sum()) * layer.full_width
-    return found
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:

@@ -7,18 +7,53 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from kvcompress import budget as budgets
-from kvcompress.cache import CompressedCache, CompressedLayer, Forward
+from kvcompress.cache import CompressedCache
 from kvcompress.kernels.blockwise import Features, softmax_block, visible
+from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import DenseStore
 from kvcompress.method import LayerView, Method, Needs, Observed
+from kvcompress.selection import lowest_slot, top_slots
 
 Tensor = torch.Tensor
 
 MAX_HOLES = 16  # slots emptied in place, one per decode step, before a layer is compacted
+
+
+class Clock:
+    """Time spent deciding and applying, on the device's own clock on CUDA, so that nothing waits for it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Count what is done inside."""
+        if device.type == "cuda":
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            yield
+            last.record()
+            self._events.append((first, last))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    @property
+    def seconds(self) -> float:
+        """Seconds counted so far; waits for the device."""
+        for first, last in self._events:
+            last.synchronize()
+            self._seconds += first.elapsed_time(last) / 1e3
+        self._events.clear()
+        return self._seconds
 
 
 class Compressor:
@@ -37,7 +72,7 @@ class Compressor:
                     f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
                 )
         self.kernels: set[str] = set()
-        self.seconds = 0.0
+        self.clock = Clock()
 
     # ------------------------------------------------------------------ what attention asks
 
@@ -49,6 +84,11 @@ class Compressor:
     def wants_probabilities(self) -> bool:
         """True if a decode step's attention weights are used: then they are computed once, with the output."""
         return self.needs.mass or (self.needs.window == 1 and self.parts.schedule.every is not None)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent compressing since the last prompt began."""
+        return self.clock.seconds
 
     @property
     def reads_all(self) -> bool:
@@ -110,12 +150,11 @@ class Compressor:
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
-        start = time.perf_counter()
-        if forward.phase == "decode" or self.parts.allocator.scope == "layer":
-            self._compress([layer], rows, probabilities, features, forward, cache)
-        else:
-            self._score_later(layer, rows, probabilities, features, forward, cache)
-        self.seconds += time.perf_counter() - start
+        with self.clock.running(q.device):
+            if forward.phase == "decode" or self.parts.allocator.scope == "layer":
+                self._compress(layer, rows, probabilities, features, forward, cache)
+            else:
+                self._score_later(layer, rows, probabilities, features, forward, cache)
 
     def _due(self, layer: CompressedLayer, cache: CompressedCache, forward: Forward) -> Tensor | None:
         """Rows to compress in this layer now, bool `[B]` on the CPU, or None."""
@@ -143,7 +182,7 @@ class Compressor:
 
     def _compress(
         self,
-        layers: list[CompressedLayer],
+        layer: CompressedLayer,
         rows: Tensor,
         probabilities: Tensor | None,
         features: Features,
@@ -152,7 +191,6 @@ class Compressor:
     ) -> None:
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
-        layer = layers[0]
         scores, positions = self._score(layer, probabilities, features, forward, cache)
         if forward.phase == "decode":
             assert layer.target is not None
@@ -276,13 +314,12 @@ class Compressor:
         forward = cache.forward
         if not self.limited or forward is None or forward.phase != "prompt" or self.parts.allocator.scope == "layer":
             return
-        start = time.perf_counter()
-        if self.parts.allocator.scope == "all":
-            self._allocate_scored(cache, forward)
-        for layer in cache.full_layers:
-            if layer.store is not None:
-                layer.store.drop_channel("score")
-        self.seconds += time.perf_counter() - start
+        with self.clock.running(cache.full_layers[-1].device):
+            if self.parts.allocator.scope == "all":
+                self._allocate_scored(cache, forward)
+            for layer in cache.full_layers:
+                if layer.store is not None:
+                    layer.store.drop_channel("score")
 
 
 class LayerObserved(Observed):
@@ -317,48 +354,3 @@ class LayerObserved(Observed):
         if "mass" not in store.channels:
             raise ValueError("the scorer asks for attention mass it did not declare in `needs`")
         return store.get("mass").transpose(2, 3)
-
-
-def _guarded(positions: Tensor, protection: budgets.Protection) -> tuple[Tensor, Tensor]:
-    """(held, protected) bool `[B, H, P]`: non-empty slots, and the first sinks and last window of them."""
-    held = positions >= 0
-    rank = held.cumsum(-1) - 1
-    number = held.sum(-1, keepdim=True)
-    sinks, window = (x.to(positions.device)[..., None] for x in (protection.sinks, protection.window))
-    return held, held & ((rank < sinks) | (rank >= number - window))
-
-
-def top_slots(scores: Tensor, positions: Tensor, counts: Tensor, protection: budgets.Protection) -> Tensor:
-    """The slots to keep: the protected ones, then the highest scores; ties go to the earlier position.
-
-    Args:
-        scores: float32 `[B, H, P]`, positions int `[B, H or 1, P]`, -1 = empty.
-        counts: LongTensor `[B, H]`, slots to keep, at most what is held.
-        protection: per head `[B, H]`.
-
-    Returns:
-        bool `[B, H, P]` with exactly `counts` true values per head.
-
-    Raises:
-        ValueError: if a held slot's score is NaN.
-    """
-    held, guarded = _guarded(positions, protection)
-    candidate = (held & ~guarded).expand_as(scores)
-    if bool((scores.isnan() & candidate).any()):
-        raise ValueError("a score is NaN")
-    lowest = torch.finfo(torch.float32).min
-    ranked = scores.clamp(min=lowest).masked_fill(~candidate, float("-inf"))
-    order = ranked.sort(dim=-1, descending=True, stable=True).indices
-    guarded = guarded.expand_as(scores)
-    free = (counts.to(scores.device) - guarded.sum(-1)).clamp(min=0)
-    take = torch.arange(scores.shape[-1], device=scores.device) < free[..., None]
-    return guarded | (torch.zeros_like(candidate).scatter_(2, order, take) & candidate)
-
-
-def lowest_slot(scores: Tensor, positions: Tensor, protection: budgets.Protection) -> Tensor:
-    """The one slot per head to drop, `[B, H, 1]`: the lowest score; of ties the latest position goes."""
-    held, guarded = _guarded(positions, protection)
-    candidate = (held & ~guarded).expand_as(scores)
-    highest = torch.finfo(torch.float32).max
-    ranked = scores.clamp(max=highest).masked_fill(~candidate, float("inf"))
-    return scores.shape[-1] - 1 - ranked.flip(-1).argmin(dim=-1, keepdim=True)

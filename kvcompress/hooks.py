@@ -15,8 +15,9 @@ from kvcompress import (
     compat,
 )
 from kvcompress import budget as budgets
-from kvcompress.cache import CompressedCache, CompressedLayer, Forward
+from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
+from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.method import Method
 
 Tensor = torch.Tensor

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvcompress import compat
 from kvcompress.cache import CompressedCache
+from kvcompress.compression import Clock
 from kvcompress.generate import Generation, generate
 from kvcompress.hooks import Hooks
 from kvcompress.method import Method
@@ -62,7 +63,7 @@ class Session(Hooks):
         segments = [s[None] if s.dim() == 1 else s for s in segments]
         self.cache = cache = cache if cache is not None else self.new_cache()
         segments[0], attention_mask = self._with_pending(cache, segments[0], attention_mask)
-        self.compressor.seconds = 0.0
+        self.compressor.clock = Clock()
         self.compressor.kernels.clear()
         start = time.perf_counter()
         prefilled = self.compressor.parts.prefill.run(self, segments, attention_mask)
@@ -74,10 +75,7 @@ class Session(Hooks):
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
         cache = self._current()
-        if mask is not None and (
-            mask.dim() != 2 or mask.shape[1] not in (ids.shape[1], cache.get_seq_length() + ids.shape[1])
-        ):
-            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}")
+        mask = self._new_columns(cache, ids, mask)
         if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
             raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         limit = compat.max_positions(self.model)
@@ -86,7 +84,7 @@ class Session(Hooks):
         logits = None
         for start in range(0, ids.shape[1], chunk or ids.shape[1]):
             stop = start + (chunk or ids.shape[1])
-            part = None if mask is None else mask[:, -ids.shape[1] :][:, start:stop]
+            part = None if mask is None else mask[:, start:stop]
             logits = self._forward("prompt", ids[:, start:stop], part)
         assert logits is not None and cache.real is not None
         return Prefilled(cache, logits, cache.real.clone())
@@ -168,15 +166,8 @@ class Session(Hooks):
 
     def _forward(self, phase: str, ids: Tensor, mask: Tensor | None) -> Tensor:
         cache = self._current()
-        seen = cache.get_seq_length()
-        if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (ids.shape[1], seen + ids.shape[1])):
-            raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}: it covers the {ids.shape[1]} new ids, or these and the "
-                f"{seen} seen before"
-            )
-        if cache.real is not None and len(cache.real) != ids.shape[0]:
-            raise ValueError(f"the cache holds {len(cache.real)} rows, the input has {ids.shape[0]}")
-        real = None if mask is None else mask[:, -ids.shape[1] :].bool().cpu()
+        mask = self._new_columns(cache, ids, mask)
+        real = None if mask is None else mask.bool().cpu()
         ids = ids.to(self.model.device)
         self._phase, self._real = phase, real if real is not None else torch.ones(ids.shape, dtype=torch.bool)
         try:
@@ -194,6 +185,21 @@ class Session(Hooks):
         finally:
             self._phase = self._real = None
         return output.logits[:, -1]
+
+    @staticmethod
+    def _new_columns(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The part of a mask that speaks of `ids [B, n]`, `[B, n]`; ValueError if it does not fit."""
+        seen, new = cache.get_seq_length(), ids.shape[1]
+        if cache.real is not None and len(cache.real) != ids.shape[0]:
+            raise ValueError(f"the cache holds {len(cache.real)} rows, the input has {ids.shape[0]}")
+        if mask is None:
+            return None
+        if mask.dim() != 2 or mask.shape[0] != ids.shape[0] or mask.shape[1] not in (new, seen + new):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}: it needs {ids.shape[0]} rows and covers the {new} new ids, or "
+                f"these and the {seen} seen before"
+            )
+        return mask[:, -new:]
 
     def _current(self) -> CompressedCache:
         if self.cache is None:

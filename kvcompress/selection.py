@@ -1,0 +1,54 @@
+"""From scores and counts to the set of slots to keep, with sinks and window in it by construction."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompress.budget import Protection
+
+Tensor = torch.Tensor
+
+
+def _guarded(positions: Tensor, protection: Protection) -> tuple[Tensor, Tensor]:
+    """(held, protected) bool `[B, H, P]`: non-empty slots, and the first sinks and last window of them."""
+    held = positions >= 0
+    rank = held.cumsum(-1) - 1
+    number = held.sum(-1, keepdim=True)
+    sinks, window = (x.to(positions.device)[..., None] for x in (protection.sinks, protection.window))
+    return held, held & ((rank < sinks) | (rank >= number - window))
+
+
+def top_slots(scores: Tensor, positions: Tensor, counts: Tensor, protection: Protection) -> Tensor:
+    """The slots to keep: the protected ones, then the highest scores; ties go to the earlier position.
+
+    Args:
+        scores: float32 `[B, H, P]`, positions int `[B, H or 1, P]`, -1 = empty.
+        counts: LongTensor `[B, H]`, slots to keep, at most what is held.
+        protection: per head `[B, H]`.
+
+    Returns:
+        bool `[B, H, P]` with exactly `counts` true values per head.
+
+    Raises:
+        ValueError: if a held slot's score is NaN.
+    """
+    held, guarded = _guarded(positions, protection)
+    candidate = (held & ~guarded).expand_as(scores)
+    if bool((scores.isnan() & candidate).any()):
+        raise ValueError("a score is NaN")
+    lowest = torch.finfo(torch.float32).min
+    ranked = scores.clamp(min=lowest).masked_fill(~candidate, float("-inf"))
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    guarded = guarded.expand_as(scores)
+    free = (counts.to(scores.device) - guarded.sum(-1)).clamp(min=0)
+    take = torch.arange(scores.shape[-1], device=scores.device) < free[..., None]
+    return guarded | (torch.zeros_like(candidate).scatter_(2, order, take) & candidate)
+
+
+def lowest_slot(scores: Tensor, positions: Tensor, protection: Protection) -> Tensor:
+    """The one slot per head to drop, `[B, H, 1]`: the lowest score; of ties the latest position goes."""
+    held, guarded = _guarded(positions, protection)
+    candidate = (held & ~guarded).expand_as(scores)
+    highest = torch.finfo(torch.float32).max
+    ranked = scores.clamp(max=highest).masked_fill(~candidate, float("inf"))
+    return scores.shape[-1] - 1 - ranked.flip(-1).argmin(dim=-1, keepdim=True)
