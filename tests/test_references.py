@@ -13,7 +13,8 @@ from reference import Loop, LoopH2O, LoopSnapKV, LoopStreamingLLM, LoopTOVA
 from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
 
-from kvcompress import attention, compress
+from kvcompress import compress
+from kvcompress.kernels import blockwise
 from kvcompress.method import Allocator, Chunked
 from kvcompress.methods import H2O, TOVA, SnapKV, StreamingLLM
 
@@ -110,7 +111,8 @@ def test_tova_keeps_what_the_loop_keeps(groups):
 )
 def test_the_size_of_blocks_changes_nothing(method, loop_class, options, monkeypatch):
     """Attention in blocks of a few queries keeps what the loops keep, in prompt, later turn and decode."""
-    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 400)
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 400)
+    monkeypatch.setattr(blockwise, "MIN_BLOCK", 1)
     follow(method(budget=BUDGET, **options), loop_class, later=(1, 9, 1, 1, 1), **options)
 
 
