@@ -227,7 +227,7 @@ def test_a_turn_after_a_generation_sees_every_generated_token():
 
 
 def test_a_turn_after_rows_stopped_at_different_steps_sees_each_rows_own_answer():
-    """A row that stopped early has its tokens in the sequence, without the stop token and what came after it."""
+    """A row that stopped early has its tokens and its stop token in the sequence, and nothing of what came after."""
     model = stock()
     ids, mask = left_padded([PROMPT, 6])
     turn = random_ids(2, 4, 8)
@@ -240,7 +240,8 @@ def test_a_turn_after_rows_stopped_at_different_steps_sees_each_rows_own_answer(
         assert answer.finished == ["stop", "length"]
         got = session.append(turn)
         for row, length in enumerate((PROMPT, 6)):
-            whole = torch.cat([ids[row, PROMPT - length :], torch.tensor(answer.tokens[row]), turn[row]])[None]
+            said = answer.tokens[row] + [stop] * (answer.finished[row] == "stop")
+            whole = torch.cat([ids[row, PROMPT - length :], torch.tensor(said), turn[row]])[None]
             assert session.cache.kept_tokens()[0, row, 0] == whole.shape[1]
             expected = stock_logits(small_model(), whole)[0, -1]
             assert (got[row] - expected).abs().max() <= 1e-5
