@@ -95,8 +95,9 @@ def part_classes(base: type) -> dict[str, type]:
     found: dict[str, type] = {}
     subclasses: list[Any] = base.__subclasses__()
     for cls in subclasses:
-        if is_dataclass(cls) and not getattr(cls, "__abstractmethods__", None):
-            found[getattr(cls, "name", cls.__name__.lower())] = cls
+        concrete = not getattr(cls, "__abstractmethods__", None)
+        if concrete and is_dataclass(cls):
+            found[getattr(cls, "name", str(getattr(cls, "__name__", "")).lower())] = cls  # type: ignore[assignment]
         found |= part_classes(cls)
     return dict(sorted(found.items()))
 
@@ -210,7 +211,7 @@ def check_keys(config: DictConfig) -> None:
     Raises:
         ValueError: names the key and those that are valid.
     """
-    for group, node in ((None, config), *((key, config[key]) for key in config)):
+    for group, node in (("", config), *((str(key), config[key]) for key in config)):
         kind = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
         if kind is None or not is_dataclass(kind):
             continue
@@ -219,9 +220,8 @@ def check_keys(config: DictConfig) -> None:
             if key not in valid:
                 near = difflib.get_close_matches(str(key), valid, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ";"
-                raise ValueError(
-                    f"{f'{group!s}.' if group else ''}{key!s} is no setting{hint} Valid: {', '.join(valid)}"
-                )
+                name = f"{group}.{key!s}" if group else str(key)
+                raise ValueError(f"{name} is no setting{hint} Valid: {', '.join(valid)}")
 
 
 def _values(node: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -119,6 +120,12 @@ def _print(group: Sequence[Record], console: Console) -> None:
     for name, _ in shown:
         # numbers must never be cut: a narrow terminal wraps the notes
         table.add_column(name, justify="left" if name in ("method", "notes") else "right", no_wrap=name != "notes")
+    # two runs of a method that differ in another setting must not look alike: their run id tells them apart
+    names = Counter((r.get("method"), r.get("budget")) for r in group)
+    group = [
+        r | {"method": f"{r['method']} {r['run_id'][:4]}"} if names[r.get("method"), r.get("budget")] > 1 else r
+        for r in group
+    ]
     scores = [r["score"] for r in group if on_board(r) and r.get("baseline") != r["run_id"]]
     best = max(scores, default=None)
     for record in group:
