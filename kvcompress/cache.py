@@ -235,6 +235,8 @@ class CompressedCache(Cache):
         self.columns: Tensor | None = None  # bool [B, L] on the CPU, None while no column was padding
         self.clamped = False
         self.broken = False  # a forward failed half-way
+        self.logits: Tensor | None = None  # [B, V] of the last position, where a session ran the last forward
+        self.pending: Tensor | None = None  # [B, 1] picked by generate(), not fed yet
         self.moments: list[dict[str, Any]] = []
         self.kept_max = 0
         self.owner: Any = None
@@ -327,6 +329,7 @@ class CompressedCache(Cache):
         copy.real, copy.cap = _clone(self.real), _clone(self.cap)
         copy.columns, copy.clamped, copy.owner = _clone(self.columns), self.clamped, self.owner
         copy.moments, copy.kept_max = [dict(m) for m in self.moments], self.kept_max
+        copy.logits, copy.pending, copy.broken = _clone(self.logits), _clone(self.pending), self.broken
         return copy
 
     snapshot = fork
@@ -335,12 +338,13 @@ class CompressedCache(Cache):
         super().reset()
         self.real = self.cap = self.columns = None
         self.clamped, self.moments, self.kept_max = False, [], 0
+        self.logits = self.pending = None
 
     def _rows(self, index: Tensor) -> None:
         index = index.cpu()
-        for name in ("real", "cap", "columns"):
+        for name in ("real", "cap", "columns", "logits", "pending"):
             value = getattr(self, name)
-            setattr(self, name, None if value is None else value.index_select(0, index))
+            setattr(self, name, None if value is None else value.index_select(0, index.to(value.device)))
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)

@@ -275,6 +275,7 @@ class Hooks:
         finally:
             cache.forward = None
             cache.broken = output is None
+            cache.logits = cache.pending = None  # a session that ran this forward sets them again
 
     def _note_moment(self, cache: CompressedCache, forward: Forward) -> None:
         if not cache.full_layers:

@@ -38,8 +38,6 @@ class Session(Hooks):
     def __init__(self, model: PreTrainedModel, method: Method):
         super().__init__(model, method)
         self.prefill_seconds = 0.0
-        self._logits: Tensor | None = None
-        self._pending: Tensor | None = None  # [B, 1] picked by generate(), not fed yet
 
     # ------------------------------------------------------------------ explicit phases
 
@@ -62,22 +60,24 @@ class Session(Hooks):
         if not segments or sum(s.shape[-1] for s in segments) == 0:
             raise ValueError("the prompt is empty: give at least one token")
         segments = [s[None] if s.dim() == 1 else s for s in segments]
-        if cache is not None and cache is self.cache:
-            segments[0], attention_mask = self._with_pending(segments[0], attention_mask)
-        self.cache = cache if cache is not None else self.new_cache()
-        self._pending = None
+        self.cache = cache = cache if cache is not None else self.new_cache()
+        segments[0], attention_mask = self._with_pending(cache, segments[0], attention_mask)
         self.compressor.seconds = 0.0
         self.compressor.kernels.clear()
         start = time.perf_counter()
         prefilled = self.compressor.parts.prefill.run(self, segments, attention_mask)
         self._synchronise()
         self.prefill_seconds = time.perf_counter() - start
-        self._logits = prefilled.logits
+        cache.logits = prefilled.logits
         return prefilled
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
         cache = self._current()
+        if mask is not None and (
+            mask.dim() != 2 or mask.shape[1] not in (ids.shape[1], cache.get_seq_length() + ids.shape[1])
+        ):
+            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}")
         if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
             raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         limit = compat.max_positions(self.model)
@@ -116,16 +116,17 @@ class Session(Hooks):
             logits `[B, V]` of the last position.
         """
         self._must_be_open()
-        self._current()
-        ids, attention_mask = self._with_pending(ids[None] if ids.dim() == 1 else ids, attention_mask)
-        self._logits = self._forward("append", ids, attention_mask)
-        return self._logits
+        cache = self._current()
+        ids, attention_mask = self._with_pending(cache, ids[None] if ids.dim() == 1 else ids, attention_mask)
+        cache.logits = logits = self._forward("append", ids, attention_mask)
+        return logits
 
-    def _with_pending(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    @staticmethod
+    def _with_pending(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """New ids with the last token that generate() picked before them: it belongs to the sequence."""
-        if self._pending is None:
+        if cache.pending is None:
             return ids, mask
-        pending, self._pending = self._pending.to(ids.device), None
+        pending = cache.pending.to(ids.device)
         if mask is not None:
             mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, -ids.shape[1] :]], dim=1)
         return torch.cat([pending, ids], dim=1), mask
@@ -155,17 +156,26 @@ class Session(Hooks):
             temperature, top_p, top_k, seed: sampling.
         """
         self._must_be_open()
-        if self._logits is None:
-            raise ValueError("nothing to continue: call prefill() (or append()) before generate()")
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._logits = self.step(pending)
-        output = generate(self.step, self._logits, max_new_tokens, stop, temperature, top_p, top_k, seed)
-        self._pending = output.pending
+        cache = self._current()
+        if cache.logits is None:
+            raise ValueError(
+                "nothing to continue: run the last tokens with session.prefill() or append(), which keep logits"
+            )
+        logits = cache.logits if cache.pending is None else self.step(cache.pending)
+        output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed)
+        cache.logits, cache.pending = logits, output.pending
         return output
 
     def _forward(self, phase: str, ids: Tensor, mask: Tensor | None) -> Tensor:
         cache = self._current()
+        seen = cache.get_seq_length()
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (ids.shape[1], seen + ids.shape[1])):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}: it covers the {ids.shape[1]} new ids, or these and the "
+                f"{seen} seen before"
+            )
+        if cache.real is not None and len(cache.real) != ids.shape[0]:
+            raise ValueError(f"the cache holds {len(cache.real)} rows, the input has {ids.shape[0]}")
         real = None if mask is None else mask[:, -ids.shape[1] :].bool().cpu()
         ids = ids.to(self.model.device)
         self._phase, self._real = phase, real if real is not None else torch.ones(ids.shape, dtype=torch.bool)
