@@ -226,6 +226,50 @@ def test_a_turn_after_a_generation_sees_every_generated_token():
     assert (appended - expected).abs().max() <= 1e-5
 
 
+def test_a_turn_after_rows_stopped_at_different_steps_sees_each_rows_own_answer():
+    """A row that stopped early has its tokens and its stop token in the sequence, and nothing of what came after."""
+    model = stock()
+    ids, mask = left_padded([PROMPT, 6])
+    turn = random_ids(2, 4, 8)
+    with compress(model, Full()) as session:
+        session.prefill(ids, attention_mask=mask)
+        free = session.generate(9).tokens
+        stop = next(t for t in free[0] if t not in free[1] and t != free[0][0])
+        session.prefill(ids, attention_mask=mask)
+        answer = session.generate(9, stop=(stop,))
+        assert answer.finished == ["stop", "length"]
+        got = session.append(turn)
+        for row, length in enumerate((PROMPT, 6)):
+            said = answer.tokens[row] + [stop] * (answer.finished[row] == "stop")
+            whole = torch.cat([ids[row, PROMPT - length :], torch.tensor(said), turn[row]])[None]
+            assert session.cache.kept_tokens()[0, row, 0] == whole.shape[1]
+            expected = stock_logits(small_model(), whole)[0, -1]
+            assert (got[row] - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["Full", "SnapKV", "H2O"])
+def test_questions_over_forks_of_one_context_do_not_disturb_each_other(name):
+    """Each question asked of a fork of the same compressed context gets the answer it gets alone, in any order."""
+    model = stock()
+    context, questions = random_ids(1, 20), [random_ids(1, n, n) for n in (3, 1, 5)]
+
+    def ask(session, cache, question):
+        session.cache = cache
+        logits = session.append(question)
+        return logits, session.generate(5).tokens, session.cache.kept_tokens().tolist()
+
+    alone = []
+    for question in questions:
+        with compress(model, make(name, 0.5)) as session:
+            alone.append(ask(session, session.prefill(context).cache, question))
+    with compress(model, make(name, 0.5)) as session:
+        cache = session.prefill(context).cache
+        for i in (2, 0, 1, 2):
+            logits, tokens, kept = ask(session, cache.fork(), questions[i])
+            assert torch.equal(logits, alone[i][0])
+            assert (tokens, kept) == alone[i][1:]
+
+
 def test_generation_continues_the_cache_in_use():
     """After `model(..., cache=)`, or with another cache put in use, generate continues that one or refuses."""
     model = stock()

@@ -92,6 +92,7 @@ def test_prompts_of_one_to_eight_tokens_are_never_emptied(name, length):
                 logits.append(feed(MODEL, session.cache, random_ids(1, 1, step), mask))
             assert all(x.isfinite().all() for x in logits)
             assert session.cache.kept_tokens().min() >= 1
+            session.append(ids[:, :1])
             assert session.generate(2).tokens and session.cache.kept_tokens().min() >= 1
 
 
