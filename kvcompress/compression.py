@@ -262,8 +262,8 @@ class Compressor:
         cache: CompressedCache,
     ) -> None:
         """Keep `counts` slots per head in the given rows, all of them elsewhere."""
-        held = layer.counts
-        counts = torch.where(rows[:, None], torch.minimum(counts.cpu(), held), held)
+        held, wanted = layer.counts, counts.cpu()
+        counts = torch.where(rows[:, None], torch.minimum(wanted, held), held)
         scorer = self.parts.scorer
         assert scorer is not None
         protection = budgets.protect(counts, scorer.sinks, scorer.window(counts))
@@ -277,7 +277,9 @@ class Compressor:
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
             assert layer.target is not None
-            layer.target = torch.where(rows[:, None], counts, layer.target)  # other rows may still grow to their cap
+            layer.target = torch.where(
+                rows[:, None], wanted, layer.target
+            )  # in decode a head may grow to what it was given
 
     # ------------------------------------------------------------------ allocators that look at several layers
 
@@ -307,7 +309,7 @@ class Compressor:
             everyone = torch.ones(len(wanted), dtype=torch.bool)
             if bool((layer.counts > wanted.cpu()).any()):
                 self._apply(layer, layer_scores, layer.positions(), wanted, everyone, forward, cache)
-            layer.target = torch.minimum(wanted.cpu(), layer.counts)
+            layer.target = wanted.cpu()
 
     def end_of_forward(self, cache: CompressedCache) -> None:
         """Called when all layers have run: allocators that needed all scores decide now."""

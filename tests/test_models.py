@@ -293,14 +293,6 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path, monkeypatch):
 # --- embedded models -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    try:
-        return load("smollm2")
-    except OSError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.model
 def test_smollm2_keeps_what_the_gguf_file_says(smollm2):
     model, tokenizer = smollm2

@@ -1,0 +1,59 @@
+"""The embedded model: identity with plain transformers, and what is really held and freed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvcompress import compress
+from kvcompress.methods import H2O, METHODS, SnapKV
+
+pytestmark = pytest.mark.model
+
+PROMPT, ROWS = 24, 3
+
+
+def batch(rows: int):
+    ids = torch.randint(100, 40000, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    for row in range(rows - 1):
+        mask[row, : 5 + 6 * row] = 0
+    return ids, mask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, ROWS])
+@torch.no_grad()
+def test_no_method_changes_a_logit_at_budget_1(smollm2, rows):
+    """Prompt and 3 times its length of decoding: within 1e-4 of plain transformers, and the same tokens."""
+    model, _ = smollm2
+    ids, mask = batch(rows)
+    options = {"max_new_tokens": 3 * PROMPT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    for name, method in METHODS.items():
+        with compress(model, method(budget=1.0)) as session:
+            found = model.generate(ids, attention_mask=mask, **options)
+            assert session.report()["evicted"] == 0
+        assert torch.equal(found.sequences, expected.sequences), name
+        for a, b in zip(found.logits, expected.logits, strict=True):
+            assert (a - b).abs().max() <= 1e-4, name
+
+
+@pytest.mark.parametrize("method", [SnapKV, H2O])
+@pytest.mark.parametrize("budget", [0.1, 0.25, 0.5])
+@torch.no_grad()
+def test_bytes_held_are_the_budgets_share_of_the_full_cache(smollm2, method, budget):
+    """Keys, values and positions within 2% of budget x full; allocated at most 1.25 times that and one block."""
+    model, _ = smollm2
+    ids = torch.randint(100, 40000, (1, 400))
+    cache = DynamicCache(config=model.config)
+    model(ids, cache=cache, logits_to_keep=1)
+    full = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+    with compress(model, method(budget=budget)) as session:
+        held = session.prefill(ids).cache.nbytes()
+    assert held["full"] == full
+    assert held["valid"] == pytest.approx(budget * full, rel=0.02)
+    block = 64 * full // 400
+    assert held["allocated"] <= 1.25 * held["valid"] + block
