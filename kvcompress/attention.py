@@ -17,7 +17,7 @@ from kvcompress import compat
 from kvcompress.compression import Compressor
 from kvcompress.kernels.blockwise import Features, blocks, group_queries, sdpa_block, softmax_block, visible
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.layouts import RaggedStore
+from kvcompress.layouts import RaggedStore, Store
 
 Tensor = torch.Tensor
 
@@ -98,11 +98,11 @@ def attend(
     """Output `[B, H, n, D]`, and probabilities `[B, H_kv, G, 1, P]` of a single query where the method wants them."""
     n, store = q.shape[2], layer.held()
     first = store.length == n and store.kind == "dense"
-    observe_mass = compressor.wants_mass
+    observe_mass, math = compressor.wants_mass, compressor.wants_mass or compressor.blockwise or not features.plain
     if n == 1 and not first:
         return _decode(layer, q, forward, features, compressor)
     keys, values = layer.keys_values()
-    if first and forward.real is None and features.plain and features.window is None and not observe_mass:
+    if first and forward.real is None and features.window is None and not math:
         compressor.kernel("sdpa")
         output, _ = compat.foreign_attention(module, q, keys, values, None, scaling=features.scaling)
         return output.transpose(1, 2), None
@@ -111,17 +111,15 @@ def attend(
     mass = None
     if observe_mass:
         mass = torch.zeros(q.shape[0], keys.shape[1], q.shape[1] // keys.shape[1], keys.shape[2], device=q.device)
-    math = observe_mass or not features.plain
     compressor.kernel("blockwise" if math else "sdpa")
     ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
     for rows in blocks(n, q, keys):
         last = store.length - n + rows.stop if ordered else store.length
-        allowed: Tensor | None = visible(positions[..., :last], queries[:, rows], features.window)
+        start = seen_by_all(store, forward, features, rows, n) if math else 0
+        allowed = visible(positions[..., start:last], queries[:, rows], features.window)
         k, v = keys[:, :, :last], values[:, :, :last]
         if math:
-            output[:, :, rows], p = softmax_block(
-                q[:, :, rows], k, v, allowed, features, causal_from(store, forward, rows, n)
-            )
+            output[:, :, rows], p = softmax_block(q[:, :, rows], k, v, allowed, features, start)
             if mass is not None:
                 real = None if forward.real is None else forward.on("real", q.device)[:, rows]
                 mass[..., :last] += (p if real is None else p * real[:, None, None, :, None]).sum(3)
@@ -132,10 +130,10 @@ def attend(
     return output, None
 
 
-def causal_from(store: Any, forward: Forward, rows: slice, n: int) -> int | None:
-    """First column that some query of the block must not see, if all columns before it are seen by all: no mask."""
-    if store.kind != "dense" or not store.full or forward.real is not None:
-        return None
+def seen_by_all(store: Store, forward: Forward, features: Features, rows: slice, n: int) -> int:
+    """How many of the first columns every query of a block sees, so that they need no mask."""
+    if store.kind != "dense" or not store.full or forward.real is not None or features.window is not None:
+        return 0
     return store.length - n + rows.start
 
 

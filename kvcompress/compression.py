@@ -22,6 +22,7 @@ from kvcompress.selection import lowest_slot, top_slots
 
 Tensor = torch.Tensor
 
+KERNELS = ("auto", "blockwise")
 MAX_HOLES = 16  # slots emptied in place, one per decode step, before a layer is compacted
 
 
@@ -59,8 +60,11 @@ class Clock:
 class Compressor:
     """The runtime of one method in one session: no state of a sequence, which lives in the cache's layers."""
 
-    def __init__(self, method: Method, n_layers: int):
+    def __init__(self, method: Method, n_layers: int, kernel: str = "auto"):
+        if kernel not in KERNELS:
+            raise ValueError(f"kernel={kernel!r}; valid: {', '.join(KERNELS)}")
         self.method = method
+        self.blockwise = kernel == "blockwise"
         self.parts = method.parts()
         self.n_layers = n_layers
         self.limited = method.limited and self.parts.scorer is not None
@@ -83,7 +87,7 @@ class Compressor:
     @property
     def wants_probabilities(self) -> bool:
         """True if a decode step's attention weights are used: then they are computed once, with the output."""
-        return self.needs.mass or (self.needs.window == 1 and self.parts.schedule.every is not None)
+        return self.blockwise or self.needs.mass or (self.needs.window == 1 and self.parts.schedule.every is not None)
 
     @property
     def seconds(self) -> float:

@@ -84,6 +84,7 @@ class RunConfig:
     dtype: str = "float32"
     device: str = "auto"
     limit: int | None = None
+    kernel: str = "auto"
     resume: str = "auto"
     sweep: Any = field(default_factory=SweepConfig)
     logger: Any = field(default_factory=LoggerConfig)

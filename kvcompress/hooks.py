@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 class Hooks:
     """One method attached to one model: every forward gets a compressed cache, phases and positions; undone on exit."""
 
-    def __init__(self, model: PreTrainedModel, method: Method):
+    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto"):
         """Raises:
         ValueError: for a model that cannot be supported, by name, before any work.
         """
@@ -40,7 +40,7 @@ class Hooks:
             raise ValueError(
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
-        self.compressor = Compressor(method, len(self.full_layers))
+        self.compressor = Compressor(method, len(self.full_layers), kernel)
         self.cache: CompressedCache | None = None
         self._phase: str | None = None
         self._real: Tensor | None = None

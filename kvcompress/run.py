@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcompress import models, record, tracking
+from kvcompress.compression import KERNELS
 from kvcompress.config import RESUME, build_method, build_task, check_keys, check_overrides, register
 from kvcompress.measure import hardware
 from kvcompress.method import Method
@@ -72,6 +73,7 @@ def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
         "dtype": str(models.resolve_dtype(config.dtype)).removeprefix("torch."),
         "device": models.resolve_device(config.device).type,
         "limit": config.limit,
+        "kernel": config.kernel,
     }
 
 
@@ -127,6 +129,8 @@ class Runner:
             check_keys(config)
             if config.resume not in RESUME:
                 raise ValueError(f"resume={config.resume!r}; valid: {', '.join(RESUME)}")
+            if config.kernel not in KERNELS:
+                raise ValueError(f"kernel={config.kernel!r}; valid: {', '.join(KERNELS)}")
             if config.limit is not None and config.limit < 1:
                 raise ValueError(f"limit={config.limit}; at least 1 sample, or null for all")
             method, task = build_method(config), build_task(config)
@@ -176,7 +180,7 @@ class Runner:
             samples = list(task.samples(tokenizer))[: config.limit]
             total = len(samples)
             check_lengths(samples, model, method)
-            self._samples(model, tokenizer, method, task, samples, folder, set(kept), source)
+            self._samples(config, model, tokenizer, method, task, samples, folder, set(kept), source)
         except KeyboardInterrupt:
             self._write(config, cell, method, task, folder, "partial", "interrupted", total)
             raise
@@ -190,6 +194,7 @@ class Runner:
 
     def _samples(
         self,
+        config: DictConfig,
         model: Any,
         tokenizer: Any,
         method: Method,
@@ -201,6 +206,7 @@ class Runner:
     ) -> None:
         from kvcompress.session import compress
 
+        kernel = str(config.kernel)
         ends = models.eos_ids(model, tokenizer)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
@@ -211,7 +217,7 @@ class Runner:
                     continue
                 turns = tuple(replace(turn, stop=tuple(sorted({*turn.stop, *ends}))) for turn in sample.turns)
                 sample = replace(sample, turns=turns)
-                with compress(model, method) as session:  # one of its own: nothing leaks from sample to sample
+                with compress(model, method, kernel) as session:  # one of its own: nothing leaks from sample to sample
                     out = task.run(session, sample)
                 out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
                 scores = task.score(sample, out)

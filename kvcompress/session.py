@@ -36,8 +36,8 @@ class Session(Hooks):
     `generate` say explicitly which phase a forward is.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method):
-        super().__init__(model, method)
+    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto"):
+        super().__init__(model, method, kernel)
         self.prefill_seconds = 0.0
 
     # ------------------------------------------------------------------ explicit phases
@@ -246,8 +246,12 @@ class Session(Hooks):
         }
 
 
-def compress(model: PreTrainedModel, method: Method) -> Session:
+def compress(model: PreTrainedModel, method: Method, kernel: str = "auto") -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
+
+    Args:
+        kernel: "auto" takes SDPA wherever no probabilities are wanted; "blockwise" takes the kernel that also yields
+            attention mass everywhere, so that methods that need it and others can be compared on one kernel.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:
@@ -257,4 +261,4 @@ def compress(model: PreTrainedModel, method: Method) -> Session:
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method)
+    return Session(model, method, kernel)

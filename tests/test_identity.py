@@ -349,3 +349,20 @@ def test_generation_ends_when_every_row_has_stopped():
         assert generated.tokens == [tokens[0, :at].tolist()]
         assert len(generated.step_s) <= at + 1
         assert session.cache.get_seq_length() <= PROMPT + at + 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+@torch.no_grad()
+def test_every_method_can_run_on_the_kernel_that_mass_needs(name):
+    """kernel="blockwise" is used throughout, and changes logits by rounding alone."""
+    model, ids = stock(), random_ids(2, PROMPT)
+    expected = model(ids).logits[:, -1]
+    with compress(model, make(name, 1.0), kernel="blockwise") as session:
+        assert (session.prefill(ids).logits - expected).abs().max() <= 1e-5
+        once = session.generate(5).tokens
+        assert session.report()["kernel"] == "blockwise"
+    with compress(model, make(name, 1.0)) as session:
+        session.prefill(ids)
+        assert session.generate(5).tokens == once
+    with pytest.raises(ValueError, match="kernel='flash'; valid: auto, blockwise"):
+        compress(model, make(name, 1.0), kernel="flash")

@@ -75,14 +75,14 @@ def sdpa_block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling:
 
 
 def softmax_block(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, features: Features, masked_from: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, features: Features, masked_from: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention in float32 with soft cap and sinks.
 
     Args:
         q: `[B, H, n, D]`; k, v `[B, H_kv, P, D]`.
-        allowed: bool broadcasting to `[B, H_kv, n, P]`, or None for all.
-        masked_from: columns before it are seen by every query of the block, so only the rest is masked.
+        allowed: bool broadcasting to `[B, H_kv, n, P - masked_from]`, or None for all.
+        masked_from: columns before it are seen by every query of the block.
 
     Returns:
         output `[B, H, n, D]`, probabilities `[B, H_kv, G, n, P]` float32.
@@ -97,8 +97,7 @@ def softmax_block(
         logits = logits.div_(features.softcap).tanh_().mul_(features.softcap)
     logits = logits.view(batch, heads, all_heads // heads, n, -1)
     if allowed is not None:
-        start = masked_from or 0
-        logits[..., start:].masked_fill_(~allowed[:, :, None, :, start:], float("-inf"))
+        logits[..., masked_from:].masked_fill_(~allowed[:, :, None], float("-inf"))
     if features.sinks is None:
         p = torch.softmax(logits, dim=-1)
     else:
