@@ -53,8 +53,8 @@ def kv_attention(
         raise ValueError("attention with a position bias is not supported by kvcompress")
     if layer is None:
         return _windowed_layer(module, query, key, value, attention_mask, features, kwargs)
-    cache = layer.cache()
-    assert cache is not None and cache.forward is not None
+    cache = layer.holder()
+    assert cache.forward is not None
     layer.group = query.shape[1] // layer.counts.shape[1]
     compressor: Compressor = cache.owner
     output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
@@ -146,7 +146,7 @@ def _decode(
         return _read_selected(layer, q, forward, features, compressor), None
     wants = compressor.wants_probabilities or not features.plain
     compressor.kernel("blockwise" if wants else "sdpa")
-    if isinstance(store, RaggedStore) and not wants and features.window is None and layer._cache().rotations is None:
+    if isinstance(store, RaggedStore) and not wants and features.window is None and layer.holder().rotations is None:
         return _decode_ragged(store, layer, q, features), None
     keys, values = layer.keys_values()
     allowed = None
@@ -167,7 +167,7 @@ def _decode_ragged(store: RaggedStore, layer: CompressedLayer, q: Tensor, featur
     grouped = group_queries(q, heads)
     channels = {n: c for n, c in store.channels.items() if n not in ("positions", "mass", "score")}
     output = torch.zeros_like(grouped)
-    codec = layer._cache().codec
+    codec = layer.holder().codec
     for i, (first, last) in enumerate(store.segments()):
         if last == first:
             continue

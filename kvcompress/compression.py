@@ -142,9 +142,10 @@ class Compressor:
         self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
     ) -> None:
         """Called once per layer and forward, when the output that used the un-evicted keys is computed."""
-        cache = layer.cache()
-        if not self.limited or cache is None or cache.forward is None:
+        if not self.limited:
             return
+        cache = layer.holder()
+        assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
         prompt = forward.phase == "prompt"
         # a decode step's own attention is known already, so a window of one needs no queries there
@@ -242,14 +243,14 @@ class Compressor:
         return scores, positions
 
     def _view(self, layer: CompressedLayer, positions: Tensor, phase: str, kept: Tensor) -> LayerView:
-        cache = layer.cache()
-        assert cache is not None and cache.real is not None
+        real = layer.holder().real
+        assert real is not None
         return LayerView(
             layer=layer.index,
             n_layers=self.n_layers,
             read=layer.keys_values,
             positions=positions.expand(-1, layer.counts.shape[1], -1),
-            real=cache.real,
+            real=real,
             kept=kept,
             phase=phase,
             group=layer.group,

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from kvcompress.compat import CacheLayerMixin
+from kvcompress.compat import CacheLayerMixin, Rotation
 from kvcompress.layouts import DenseStore, RaggedStore, Store, keep_slots
-from kvcompress.parts import State
-
-if TYPE_CHECKING:
-    from kvcompress.cache import CompressedCache
+from kvcompress.parts import Codec, State
 
 Tensor = torch.Tensor
 
@@ -45,6 +42,21 @@ class Forward:
         return self._moved[key]
 
 
+class Holder(Protocol):
+    """What a layer asks of the cache it belongs to."""
+
+    codec: Codec
+    limited: bool
+    rotations: list[Rotation] | None
+    forward: Forward | None
+    real: Tensor | None
+    owner: Any
+
+    def rotation(self, layer: int) -> Rotation | None: ...
+
+    def shift(self, layer: Any) -> Tensor | int: ...
+
+
 class CompressedLayer(CacheLayerMixin):
     """Keys, values and positions of one full-attention layer, and the state a method keeps beside them."""
 
@@ -53,7 +65,7 @@ class CompressedLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, cache: CompressedCache, index: int):
+    def __init__(self, cache: Holder, index: int):
         super().__init__()
         self.cache = weakref.ref(cache)
         self.index = index
@@ -163,7 +175,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def keys_values(self) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, H_kv, P, D]` as attention sees them: decoded, rotated; garbage in empty slots."""
-        cache = self._cache()
+        cache = self.holder()
         store = self.held()
         names = [n for n in store.channels if n not in ("positions", "mass", "score")]
         keys, values = cache.codec.decode({name: store.get(name) for name in names})
@@ -192,7 +204,7 @@ class CompressedLayer(CacheLayerMixin):
         store.mark_empty(slots, rows)
         self.evicted += int(rows.sum()) * slots.shape[1]
 
-    def fork(self, cache: CompressedCache) -> CompressedLayer:
+    def fork(self, cache: Holder) -> CompressedLayer:
         copy = CompressedLayer(cache, self.index)
         copy.store = None if self.store is None else self.store.fork()
         copy.seen, copy.evicted, copy.is_initialized = self.seen, self.evicted, self.is_initialized
@@ -203,7 +215,8 @@ class CompressedLayer(CacheLayerMixin):
         copy.target = None if self.target is None else self.target.clone()
         return copy
 
-    def _cache(self) -> CompressedCache:
+    def holder(self) -> Holder:
+        """The cache this layer belongs to."""
         cache = self.cache()
         if cache is None:
             raise RuntimeError("the cache of this layer is gone")

@@ -11,12 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from kvcompress.session import Prefilled, Session
 
 Tensor = torch.Tensor
 GroupReduce = Literal["mean", "max"]
@@ -232,13 +229,32 @@ class ReadAll(Reader):
         return None
 
 
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prompt leaves behind: the cache, logits `[B, V]` of its last position, real tokens seen `[B]`."""
+
+    cache: Any
+    logits: Tensor
+    seen: Tensor
+
+
+class PromptRunner(Protocol):
+    """What a session offers to a prefill."""
+
+    cache: Any
+
+    def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
+        """Run `ids [B, n]` on the current cache, whole or in chunks, each compressed when it ends."""
+        ...
+
+
 class Prefill(ABC):
     """How the prompt's KV comes to be."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def run(self, session: Session, segments: list[Tensor], mask: Tensor | None) -> Prefilled:
+    def run(self, session: PromptRunner, segments: list[Tensor], mask: Tensor | None) -> Prefilled:
         """Run the prompt, given as one or more `[B, n]` id tensors, into `session.cache`."""
 
 

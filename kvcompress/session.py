@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +15,9 @@ from kvcompress.compression import Clock
 from kvcompress.generate import Generation, generate
 from kvcompress.hooks import Hooks
 from kvcompress.method import Method
+from kvcompress.parts import Prefilled
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """What a prompt leaves behind: the cache, logits `[B, V]` of its last position, real tokens seen `[B]`."""
-
-    cache: CompressedCache
-    logits: Tensor
-    seen: Tensor
 
 
 class Session(Hooks):
