@@ -56,6 +56,9 @@ def kv_attention(
     cache = layer.holder()
     assert cache.forward is not None
     layer.group = query.shape[1] // layer.counts.shape[1]
+    rotation = cache.rotation(layer.index)
+    if rotation is not None:
+        query = layer.compact_queries(query, rotation)
     compressor: Compressor = cache.owner
     output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
     compressor.after_attention(layer, query, probabilities, features)

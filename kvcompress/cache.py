@@ -46,6 +46,7 @@ class CompressedCache(Cache):
         self.moments: list[dict[str, Any]] = []
         self.kept_max = 0
         self.owner: Any = None
+        self.model: Any = None  # weak reference to the model that fills it
 
     @property
     def full_layers(self) -> list[CompressedLayer]:
@@ -53,13 +54,6 @@ class CompressedCache(Cache):
 
     def rotation(self, layer: int) -> Rotation | None:
         return None if self.rotations is None else self.rotations[layer]
-
-    def shift(self, layer: CompressedLayer) -> Tensor | int:
-        """What to add to original positions to get the compact positions of new tokens, `[B, 1, 1]`."""
-        if layer.store is None or self.real is None:
-            return 0
-        added = 0 if self.forward is None else self.forward.added  # already part of `real`, not yet held
-        return (layer.counts[:, 0] - self.real + added).view(-1, 1, 1).to(layer.device)
 
     def held_rows(self) -> Tensor:
         """Tokens held per row by the first full-attention layer's first head, LongTensor `[B]` on the CPU."""
@@ -81,6 +75,8 @@ class CompressedCache(Cache):
 
     def kept_tokens(self) -> Tensor:
         """Tokens held, LongTensor `[n_full_layers, B, H_kv]` on the CPU."""
+        if not self.full_layers:  # every layer slides: none is ours
+            return torch.zeros(0, 0 if self.real is None else len(self.real), 0, dtype=torch.long)
         return torch.stack([layer.counts for layer in self.full_layers])
 
     def _full(self, layer: int) -> CompressedLayer:
@@ -97,28 +93,17 @@ class CompressedCache(Cache):
         Returns:
             by kind, `keys_values` and `positions` of non-empty slots, `scores` and `index` of what methods keep
             beside them, `headroom` (spare and empty slots), `host`; `valid` = keys_values + positions, `allocated` =
-            the storage of both, `full` = what a DynamicCache would hold for the same real tokens, `other_layers` =
-            sliding-window layers.
+            the storage of both, `full` = what a DynamicCache would hold for the same real tokens in these layers;
+            `other_layers` and `other_allocated` = keys and values of sliding-window layers and their storage, which
+            are the same with and without compression.
         """
-        total = dict.fromkeys(
-            [
-                "keys_values",
-                "positions",
-                "scores",
-                "index",
-                "headroom",
-                "host",
-                "valid",
-                "allocated",
-                "full",
-                "other_layers",
-            ],
-            0,
-        )
+        kinds = "keys_values positions scores index headroom host valid allocated full other_layers other_allocated"
+        total: dict[str, int] = dict.fromkeys(kinds.split(" "), 0)
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 held = [getattr(layer, name, None) for name in ("keys", "values")]
-                total["other_layers"] += sum(storage_bytes(t) for t in held if t is not None)
+                total["other_layers"] += sum(t.numel() * t.element_size() for t in held if t is not None)
+                total["other_allocated"] += sum(storage_bytes(t) for t in held if t is not None)
             elif layer.store is not None:
                 for name, value in layer_bytes(layer, self.real).items():
                     total[name] += value
@@ -136,9 +121,16 @@ class CompressedCache(Cache):
         copy.columns, copy.clamped, copy.owner = _clone(self.columns), self.clamped, self.owner
         copy.moments, copy.kept_max = [dict(m) for m in self.moments], self.kept_max
         copy.logits, copy.pending, copy.broken = _clone(self.logits), _clone(self.pending), self.broken
+        copy.model = self.model
         return copy
 
     snapshot = fork
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        return self.fork()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a CompressedCache belongs to a live session and cannot be pickled; fork() copies it")
 
     def reset(self) -> None:
         super().reset()

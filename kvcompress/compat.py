@@ -201,6 +201,10 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
         ValueError: if the rotation depends on the sequence length, or matches no known form.
     """
     rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
+    if not rotary:
+        raise ValueError(
+            f"{model.config.model_type!r} has no rotary positions to make compact: use positions='original'"
+        )
     kinds = {str(k) for m in rotary for k in _rope_types(m)}
     if varying := kinds & {"dynamic", "longrope"}:
         raise ValueError(

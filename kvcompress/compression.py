@@ -136,6 +136,17 @@ class Compressor:
             q = q.gather(2, order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
         layer.state["queries"], layer.state["query_positions"] = q.clone(), positions.clone()
 
+    @staticmethod
+    def _forget_queries(layer: CompressedLayer) -> None:
+        for name in ("queries", "query_positions"):
+            layer.state.pop(name, None)
+
+    def end_of_prompt(self, cache: CompressedCache) -> None:
+        """Called when a prompt with all its chunks is in: its queries are only of use to a decode schedule."""
+        if self.parts.schedule.every is None or self.needs.window == 1:
+            for layer in cache.full_layers:
+                self._forget_queries(layer)
+
     # ------------------------------------------------------------------ deciding and applying
 
     def after_attention(
@@ -147,11 +158,12 @@ class Compressor:
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
-        prompt = forward.phase == "prompt"
         # a decode step's own attention is known already, so a window of one needs no queries there
-        later = forward.phase == "decode" and schedule.every is not None and self.needs.window > 1
-        if self.needs.window and (prompt or later):
+        beyond = schedule.every is not None and self.needs.window > 1
+        if self.needs.window and (forward.phase == "prompt" or beyond):
             self._remember_queries(layer, q, forward)
+        elif "queries" in layer.state:
+            self._forget_queries(layer)
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
@@ -165,9 +177,11 @@ class Compressor:
         """Rows to compress in this layer now, bool `[B]` on the CPU, or None."""
         schedule, counts = self.parts.schedule, layer.counts
         if forward.phase == "prompt":
-            if not schedule.prompt or cache.cap is None:
+            if cache.cap is None:
                 return None
             layer.target = cache.cap[:, None].expand_as(counts).clone()
+            if not schedule.prompt:
+                return None
             if self.parts.allocator.scope != "layer":
                 rows = torch.ones(len(counts), dtype=torch.bool)
             else:

@@ -44,6 +44,14 @@ def pick(logits: Tensor, temperature: float, top_p: float, top_k: int, generator
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
+    """Raise ValueError for settings outside their range, before any token is fed."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; at least 1")
+    if not temperature >= 0 or not 0.0 < top_p <= 1.0 or top_k < 0:
+        raise ValueError(f"temperature={temperature}, top_p={top_p}, top_k={top_k}: need >= 0, in (0, 1], >= 0")
+
+
 def generate(
     step: Callable[[Tensor, Tensor | None], Tensor],
     logits: Tensor,
@@ -62,10 +70,7 @@ def generate(
     Raises:
         ValueError: for settings outside their range.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}; at least 1")
-    if temperature < 0 or not 0.0 < top_p <= 1.0 or top_k < 0:
-        raise ValueError(f"temperature={temperature}, top_p={top_p}, top_k={top_k}: need >= 0, in (0, 1], >= 0")
+    check_sampling(max_new_tokens, temperature, top_p, top_k)
     batch, stops = logits.shape[0], set(stop)
     generator = None
     if temperature > 0 and seed is not None:

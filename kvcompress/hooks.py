@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -45,13 +46,15 @@ class Hooks:
         self._phase: str | None = None
         self._real: Tensor | None = None
         self._outer: torch.nn.Module | None = None  # whose forward is running
+        self._inner_due = False  # its base model is still to be called
         self._undo: list[Any] = []
         self._open = False
 
     # ------------------------------------------------------------------ attaching
 
     def __enter__(self) -> Self:
-        if getattr(self.model, "_kvcompress_session", None) is not None:
+        modules = {id(m): m for m in (self.model, compat.base_model(self.model))}.values()
+        if any(getattr(m, "_kvcompress_session", None) is not None for m in modules):
             raise ValueError("this model is already being compressed by another session: leave its `with` block first")
         self._rotations = (
             compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
@@ -59,19 +62,22 @@ class Hooks:
         before = self.model.config._attn_implementation
         expected = None if compat.text_config(self.model).model_type in compat.VERIFIED else self._probe()
         try:
-            self.model.__dict__["_kvcompress_session"] = self
-            self._undo.append(lambda: self.model.__dict__.pop("_kvcompress_session", None))
+            for module in modules:
+                module.__dict__["_kvcompress_session"] = self
+                self._undo.append(functools.partial(module.__dict__.pop, "_kvcompress_session", None))
             self._undo.append(lambda: self.model.set_attn_implementation(before))
             self.model.set_attn_implementation(compat.ATTENTION)
             if compat.text_config(self.model)._attn_implementation != compat.ATTENTION:
                 raise ValueError(f"{self.model.config.model_type!r} does not let its attention implementation be set")
             # some heads run a decoder inside the base model, and some callers the base model: hook both, act once
-            for module in {id(m): m for m in (self.model, compat.base_model(self.model))}.values():
+            for module in modules:
                 self._undo.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
                 after = module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
                 self._undo.append(after.remove)
             if hasattr(self.model, "generate"):
-                self._undo.append(lambda: self.model.__dict__.pop("generate", None))
+                own = {"generate": self.model.__dict__["generate"]} if "generate" in self.model.__dict__ else {}
+                self._undo.append(functools.partial(self.model.__dict__.update, own))
+                self._undo.append(functools.partial(self.model.__dict__.pop, "generate", None))
                 stock: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
                 self.model.__dict__["generate"] = functools.wraps(stock)(functools.partial(self._model_generate, stock))
             self._open = True
@@ -127,16 +133,21 @@ class Hooks:
         compressor = self.compressor
         cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
         cache.layers[:] = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
-        cache.owner = compressor
+        cache.owner, cache.model = compressor, weakref.ref(self.model)
         return cache
 
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        # inside another hooked forward; the same module again means an interrupt kept the last one from ending
-        if self._outer is not None and self._outer is not module:
-            return None
         named = compat.bound_arguments(module, args, kwargs)
+        if (
+            self._inner_due
+            and module is not self._outer
+            and self.cache is not None
+            and named.get("cache") is self.cache
+        ):
+            self._inner_due = False  # the base model inside the forward that was prepared already
+            return None
         if named.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False leaves nothing to compress: drop it, or call the model outside compress()"
@@ -160,10 +171,11 @@ class Hooks:
         cache.forward = forward
         if cache.columns is not None and named.get("attention_mask") is None:
             named["attention_mask"] = cache.columns.to(tokens.device)
-        if self._rotations is not None:
-            named["position_ids"] = self._compact_ids(cache, forward, tokens.device)
+        if named.get("position_ids") is not None:
+            forward.rotated = named["position_ids"]
         self.cache = cache
-        self._outer = module
+        self._outer, self._inner_due = module, module is self.model
+        cache.broken = True  # until the forward has ended: an interrupt runs no hook
         return (), named
 
     def _adopt(self, cache: Any) -> CompressedCache:
@@ -175,6 +187,8 @@ class Hooks:
                 raise ValueError(
                     "a failed forward left this cache half written: start again, or go on from a fork() made before"
                 )
+            if cache.model is None or cache.model() is not self.model:
+                raise ValueError("this cache was filled by another model: prefill it again in this session")
             if cache.owner is not self.compressor:
                 if not isinstance(cache.owner, Compressor) or cache.owner.method != self.method:
                     raise ValueError("this cache was made by another method: prefill it again in this session")
@@ -224,7 +238,8 @@ class Hooks:
         phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
         if phase == "prompt":
             cache.cap = budgets.cap(self.method.budget, cache.real) if self.compressor.limited else None
-        return Forward(phase, length, real, positions.int(), added)
+        columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
+        return Forward(phase, length, real, positions.int(), added, columns)
 
     @staticmethod
     def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:
@@ -252,15 +267,6 @@ class Hooks:
                 "shorten it, or use compact positions (StreamingLLM(positions='compact')) through session.prefill"
             )
 
-    @staticmethod
-    def _compact_ids(cache: CompressedCache, forward: Forward, device: torch.device) -> Tensor:
-        """Rotation of new tokens: the number held, counting on."""
-        assert cache.real is not None
-        held = cache.held_rows() if cache.full_layers[0].store is not None else torch.zeros_like(cache.real)
-        before = cache.real - forward.added
-        ids = forward.positions.long() + (held - before)[:, None]
-        return torch.where(forward.positions < 0, 0, ids).to(device)
-
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if module is not self._outer:
             return
@@ -276,6 +282,7 @@ class Hooks:
         finally:
             cache.forward = None
             cache.broken = output is None
+            self._inner_due = False
             cache.logits = cache.pending = None  # a session that ran this forward sets them again
 
     def _note_moment(self, cache: CompressedCache, forward: Forward) -> None:

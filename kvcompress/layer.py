@@ -25,6 +25,7 @@ class Forward:
         real: bool `[B, length]` on the CPU, None if every new column is a real token.
         positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
         added: LongTensor `[B]` on the CPU, real tokens per row.
+        rotated: `[B or 1, length]`, the position ids by which the model rotates.
     """
 
     phase: str
@@ -32,10 +33,11 @@ class Forward:
     real: Tensor | None
     positions: Tensor
     added: Tensor
+    rotated: Tensor
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def on(self, name: str, device: torch.device) -> Tensor:
-        """`positions` or `real` on a device, moved once per forward."""
+        """`positions`, `real` or `rotated` on a device, moved once per forward."""
         key = (name, device)
         if key not in self._moved:
             self._moved[key] = getattr(self, name).to(device)
@@ -53,8 +55,6 @@ class Holder(Protocol):
     owner: Any
 
     def rotation(self, layer: int) -> Rotation | None: ...
-
-    def shift(self, layer: Any) -> Tensor | int: ...
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -97,9 +97,7 @@ class CompressedLayer(CacheLayerMixin):
         forward, heads = cache.forward, key_states.shape[1]
         rotation = cache.rotation(self.index)
         if rotation is not None:
-            key_states = rotation.unrotate(
-                key_states, forward.on("positions", key_states.device)[:, None] + cache.shift(self)
-            )
+            key_states = rotation.unrotate(key_states, forward.on("rotated", key_states.device)[:, None])
         new = cache.codec.encode(key_states, value_states)
         new["positions"] = forward.on("positions", key_states.device)[:, None].expand(key_states.shape[0], 1, -1)
         if self.store is None:
@@ -185,6 +183,14 @@ class CompressedLayer(CacheLayerMixin):
     def ranks(self) -> Tensor:
         """Index of each held token among those held, `[B, H_kv or 1, P]`: its position when positions are compact."""
         return ((self.positions() >= 0).cumsum(-1) - 1).clamp(min=0)
+
+    def compact_queries(self, q: Tensor, rotation: Rotation) -> Tensor:
+        """New queries `[B, H, n, D]` turned from the model's positions to their ranks among the held."""
+        cache = self.holder()
+        assert cache.forward is not None and cache.real is not None
+        shift = (self.counts[:, 0] - cache.real)[:, None]
+        ranks = (cache.forward.positions.long() + shift).clamp(min=0).to(q.device)
+        return rotation.rotate(q, (ranks - cache.forward.on("rotated", q.device))[:, None])
 
     def keep(self, mask: Tensor, grow: bool = False) -> None:
         """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`."""

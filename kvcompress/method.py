@@ -59,6 +59,15 @@ __all__ = [
 # One row per rule: (what is refused, test on (method, parts)). Any combination no row refuses is legal.
 ILLEGAL: list[tuple[str, Any]] = [
     (
+        "a reader that reads a selection hides attention that a scorer with a decode schedule needs",
+        lambda m, p: (
+            not p.reader.reads_all
+            and p.schedule.every is not None
+            and p.scorer is not None
+            and (p.scorer.needs.mass or p.scorer.needs.window == 1)
+        ),
+    ),
+    (
         "an allocator needs a scorer to rank what it hands out",
         lambda m, p: p.scorer is None and not p.allocator.uniform,
     ),

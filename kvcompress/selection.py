@@ -49,6 +49,8 @@ def lowest_slot(scores: Tensor, positions: Tensor, protection: Protection) -> Te
     """The one slot per head to drop, `[B, H, 1]`: the lowest score; of ties the latest position goes."""
     held, guarded = _guarded(positions, protection)
     candidate = (held & ~guarded).expand_as(scores)
+    if bool((scores.isnan() & candidate).any()):
+        raise ValueError("a score is NaN")
     highest = torch.finfo(torch.float32).max
     ranked = scores.clamp(max=highest).masked_fill(~candidate, float("inf"))
     return scores.shape[-1] - 1 - ranked.flip(-1).argmin(dim=-1, keepdim=True)

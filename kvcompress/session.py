@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvcompress import compat
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Clock
-from kvcompress.generate import Generation, generate
+from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
 from kvcompress.method import Method
 from kvcompress.parts import Prefilled
@@ -51,24 +51,25 @@ class Session(Hooks):
         segments = [ids] if isinstance(ids, Tensor) else list(ids)
         if not segments or sum(s.shape[-1] for s in segments) == 0:
             raise ValueError("the prompt is empty: give at least one token")
-        segments = [s[None] if s.dim() == 1 else s for s in segments]
-        self.cache = cache = cache if cache is not None else self.new_cache()
-        segments[0], attention_mask = self._with_pending(cache, segments[0], attention_mask)
+        cache = cache if cache is not None else self.new_cache()
+        segments, mask = self._with_pending(cache, [s[None] if s.dim() == 1 else s for s in segments], attention_mask)
+        mask = self._new_columns(cache, torch.cat(segments, dim=1), mask)
+        if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
+            raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
+        self.cache = cache
         self.compressor.clock = Clock()
         self.compressor.kernels.clear()
         start = time.perf_counter()
-        prefilled = self.compressor.parts.prefill.run(self, segments, attention_mask)
+        prefilled = self.compressor.parts.prefill.run(self, segments, mask)
         self._synchronise()
         self.prefill_seconds = time.perf_counter() - start
-        cache.logits = prefilled.logits
+        self.compressor.end_of_prompt(cache)
         return prefilled
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
         cache = self._current()
         mask = self._new_columns(cache, ids, mask)
-        if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
-            raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         limit = compat.max_positions(self.model)
         if chunk is None and self._rotations is not None and limit is not None and ids.shape[1] > limit:
             chunk = self._streaming_chunk(limit)
@@ -106,19 +107,22 @@ class Session(Hooks):
         """
         self._must_be_open()
         cache = self._current()
-        ids, attention_mask = self._with_pending(cache, ids[None] if ids.dim() == 1 else ids, attention_mask)
-        cache.logits = logits = self._forward("append", ids, attention_mask)
-        return logits
+        if ids.shape[-1] == 0:
+            raise ValueError("what to append is empty: give at least one token")
+        segments, mask = self._with_pending(cache, [ids[None] if ids.dim() == 1 else ids], attention_mask)
+        return self._forward("append", torch.cat(segments, dim=1), mask)
 
     @staticmethod
-    def _with_pending(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _with_pending(
+        cache: CompressedCache, segments: list[Tensor], mask: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
         """New ids with the last token that generate() picked before them: it belongs to the sequence."""
         if cache.pending is None:
-            return ids, mask
-        pending = cache.pending.to(ids.device)
-        if mask is not None:
-            mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, -ids.shape[1] :]], dim=1)
-        return torch.cat([pending, ids], dim=1), mask
+            return segments, mask
+        new = sum(s.shape[1] for s in segments)
+        if mask is not None and mask.dim() == 2 and mask.shape[1] == new:
+            mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=1)
+        return [cache.pending.to(segments[0].device), *segments], mask
 
     def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
         """One decode forward on the current cache: `ids [B, 1]` → logits `[B, V]`; rows not `real [B]` add nothing."""
@@ -145,6 +149,7 @@ class Session(Hooks):
             temperature, top_p, top_k, seed: sampling.
         """
         self._must_be_open()
+        check_sampling(max_new_tokens, temperature, top_p, top_k)
         cache = self._current()
         if cache.logits is None:
             raise ValueError(
@@ -152,30 +157,39 @@ class Session(Hooks):
             )
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
         output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed)
-        cache.logits, cache.pending = logits, output.pending
+        cache.pending = output.pending
         return output
 
     def _forward(self, phase: str, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """One forward in a stated phase → logits `[B, V]` after each row's last real token, kept on the cache."""
         cache = self._current()
         mask = self._new_columns(cache, ids, mask)
-        real = None if mask is None else mask.bool().cpu()
-        ids = ids.to(self.model.device)
-        self._phase, self._real = phase, real if real is not None else torch.ones(ids.shape, dtype=torch.bool)
+        real = mask.bool().cpu() if mask is not None else torch.ones(ids.shape, dtype=torch.bool)
+        before = cache.real if cache.real is not None else torch.zeros(ids.shape[0], dtype=torch.long)
+        position_ids = (before[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
+        any_real, last = real.any(1), ids.shape[1] - 1 - real.flip(1).long().argmax(1)
+        first_kept = int(last[any_real].min()) if bool(any_real.any()) else ids.shape[1] - 1
+        previous, device = cache.logits, self.model.device
+        self._phase, self._real = phase, real
         try:
-            before = cache.real if cache.real is not None else torch.zeros(ids.shape[0], dtype=torch.long)
-            steps = self._real.long().cumsum(1)
-            position_ids = (before[:, None] + steps - 1).clamp(min=0).to(ids.device)
             output = self.model(
-                input_ids=ids,
+                input_ids=ids.to(device),
                 attention_mask=None,
-                position_ids=position_ids,
+                position_ids=position_ids.to(device),
                 cache=cache,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=ids.shape[1] - first_kept,
             )
         finally:
             self._phase = self._real = None
-        return output.logits[:, -1]
+        logits = output.logits[:, -1]
+        if bool((last != ids.shape[1] - 1).any()):  # padding to the right of a row's last token
+            rows = torch.arange(len(last), device=output.logits.device)
+            logits = output.logits[rows, (last - first_kept).clamp(min=0).to(rows.device)]
+        if previous is not None and not bool(any_real.all()):  # a row that got nothing keeps what it had
+            logits = torch.where(any_real.to(logits.device)[:, None], logits, previous)
+        cache.logits = logits
+        return logits
 
     @staticmethod
     def _new_columns(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -213,13 +227,18 @@ class Session(Hooks):
         held, kept = cache.nbytes(), cache.kept_tokens()
         evicted = sum(layer.evicted for layer in cache.full_layers)
         batch = max(1, kept.shape[1])
+        if kept.numel() == 0 and cache.real is not None:  # every layer slides: what was seen is all there is to say
+            kept = cache.real.view(1, -1, 1)
+        # sliding-window layers hold the same with and without compression: part of both sides of the ratio
+        valid, full = held["valid"] + held["other_layers"], held["full"] + held["other_layers"]
         return {
             "kv": {
-                "bytes_held": held["valid"],
-                "bytes_allocated": held["allocated"],
-                "bytes_full": held["full"],
-                "ratio": held["valid"] / held["full"] if held["full"] else 1.0,
+                "bytes_held": valid,
+                "bytes_allocated": held["allocated"] + held["other_allocated"],
+                "bytes_full": full,
+                "ratio": valid / full if full else 1.0,
                 "bytes_host": held["host"],
+                "bytes_scores": held["scores"],
                 "kept_tokens_mean": float(kept.double().mean()),
                 "kept_tokens_max": max(cache.kept_max, int(kept.max())),
                 "read_bytes_per_token": (held["keys_values"] + held["other_layers"]) // batch,

@@ -41,14 +41,19 @@ class WindowScorer(Scorer):
         return reduce_group(self._pool(votes, prefix[:, :, None].expand_as(votes)), self.group_reduce)
 
     def _pool(self, votes: Tensor, prefix: Tensor) -> Tensor:
-        """Pool over held prefix slots; others neither give to a neighbour nor score."""
+        """Pool over held prefix slots; empty slots part no neighbours, and no other slot gives or scores."""
+        order = None
+        if bool(((prefix[..., :-1] & ~prefix[..., 1:]).sum(-1) > 1).any()):  # empty slots lie between them
+            order = torch.sort(prefix.to(torch.uint8), dim=-1, stable=True).indices
+            votes, prefix = votes.gather(-1, order), prefix.gather(-1, order)
         pad, flat = self.kernel // 2, votes.flatten(0, -2)[:, None]
         inside = prefix.flatten(0, -2)[:, None]
         if self.pooling == "max":
             pooled = F.max_pool1d(flat.masked_fill(~inside, float("-inf")), self.kernel, stride=1, padding=pad)
         else:
             pooled = F.avg_pool1d(flat.masked_fill(~inside, 0.0), self.kernel, stride=1, padding=pad)
-        return pooled.view(votes.shape).masked_fill(~prefix, float("-inf"))
+        scores = pooled.view(votes.shape).masked_fill(~prefix, float("-inf"))
+        return scores if order is None else torch.empty_like(scores).scatter_(-1, order, scores)
 
 
 @dataclass(frozen=True, kw_only=True)

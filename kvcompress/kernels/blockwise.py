@@ -89,12 +89,11 @@ def softmax_block(
     """
     batch, all_heads, n, _ = q.shape
     heads = k.shape[1]
-    if q.dtype == torch.float32:  # one pass less over the logits
-        logits = torch.matmul(group_queries(q * features.scaling, heads), k.transpose(2, 3))
-    else:
-        logits = torch.matmul(group_queries(q, heads), k.transpose(2, 3)).float().mul_(features.scaling)
+    # scaled before the product, which would leave float16's range otherwise
+    scaled = (q.float() * features.scaling).to(q.dtype)
+    logits = torch.matmul(group_queries(scaled, heads), k.transpose(2, 3)).float()
     if features.softcap is not None:
-        logits = logits.div_(features.softcap).tanh_().mul_(features.softcap)
+        logits = torch.tanh(logits / features.softcap) * features.softcap
     logits = logits.view(batch, heads, all_heads // heads, n, -1)
     if allowed is not None:
         logits[..., masked_from:].masked_fill_(~allowed[:, :, None], float("-inf"))
