@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 Budget = float | int
+MOST_TOKENS = 2**31 - 1  # positions are held as int32
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def check_budget(budget: Budget, reserved: int = 0) -> Budget:
         return budget
     if budget < 1:
         raise ValueError(f"budget={budget} keeps nothing; {allowed} of at least 1")
+    if budget > MOST_TOKENS:
+        raise ValueError(f"budget={budget} is more tokens than a sequence can have; {allowed} up to {MOST_TOKENS}")
     if budget < reserved + 1:
         raise ValueError(
             f"budget={budget} tokens is too small: sinks plus window need {reserved}, so at least {reserved + 1} is "

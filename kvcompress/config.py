@@ -201,7 +201,7 @@ def check_overrides(overrides: Sequence[str], folder: Path) -> None:
                 register_model(value)
                 continue
             near = difflib.get_close_matches(value, valid, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             other = " (a path: model.name=PATH; a Hub id: model=owner/name)" if group == "model" else ""
             raise ValueError(f"{group}={value!r} is unknown{hint} Valid: {', '.join(valid)}{other}")
 
@@ -220,7 +220,7 @@ def check_keys(config: DictConfig) -> None:
         for key in node:
             if key not in valid:
                 near = difflib.get_close_matches(str(key), valid, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ";"
+                hint = f"; did you mean {near[0]}?" if near else "."
                 name = f"{group}.{key!s}" if group else str(key)
                 raise ValueError(f"{name} is no setting{hint} Valid: {', '.join(valid)}")
 

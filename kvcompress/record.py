@@ -26,12 +26,25 @@ KEYS = (
     *("score", "score_stderr", "metric", "delta_full", "baseline", "share_inactive", "share_clamped"),
     *("parts.scorer", "parts.allocator", "parts.codec", "parts.prefill", "parts.reader", "parts.schedule"),
     *("parts.preset", "kv.bytes_held", "kv.bytes_allocated", "kv.bytes_full", "kv.ratio", "kv.bytes_host"),
-    *("kv.kept_tokens_mean", "kv.kept_tokens_max", "kv.read_bytes_per_token", "kv.moved_bytes_per_token"),
+    *(
+        "kv.bytes_scores",
+        "kv.kept_tokens_mean",
+        "kv.kept_tokens_max",
+        "kv.read_bytes_per_token",
+        "kv.moved_bytes_per_token",
+    ),
     *("kv.storage", "memory.prefill_peak", "memory.decode_peak"),
     *(key + end for key in TIMES for end in ("", ".q1", ".q3")),
     *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
     *("protocol.hit_max_share", "protocol.shared", "protocol.pair", "versions.source", "error"),
 )
+
+
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("run_id", "status", "model", "task", "method"), str),
+    "budget": (int, float),
+    "n_samples": int,
+}
 
 
 def canonical(value: Any) -> Any:
@@ -96,7 +109,8 @@ def read_record(path: Path) -> dict[str, Any]:
     """The record at `path`.
 
     Raises:
-        ValueError: it cannot be read, is no JSON object, or lacks `run_id` or a known `status`.
+        ValueError: it cannot be read, is no JSON object, lacks `run_id` or a known `status`, or holds a value of the
+            wrong kind where boards count on it.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -104,6 +118,13 @@ def read_record(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(record, dict) or not record.get("run_id") or record.get("status") not in STATUSES:
         raise ValueError(f"{path}: not a record (no run_id, or status not one of {', '.join(STATUSES)})")
+    for key, kinds in KINDS.items():
+        value = record.get(key)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ValueError(f"{path}: not a record ({key} is {value!r})")
+    score = record.get("score")
+    if record["status"] in FINISHED and not (isinstance(score, (int, float)) and math.isfinite(score)):
+        raise ValueError(f"{path}: not a record (finished, but its score is {score!r})")
     return record
 
 
@@ -127,8 +148,9 @@ class RunFolder:
         (self.path / "config.yaml").write_text(config, encoding="utf-8")
 
     def rows(self, source: str | None = None) -> dict[str, dict[str, Any]]:
-        """Finished samples by id; a half-written last line is ignored. Only those made with `source`, if given."""
-        return {row["id"]: row for row in read_rows(self.path / "samples.jsonl") if source in (None, row.get("source"))}
+        """Finished samples by id; damaged lines are ignored. Only those made with `source`, if given."""
+        rows = (row for row in read_rows(self.path / "samples.jsonl") if isinstance(row.get("out"), dict))
+        return {row["id"]: row for row in rows if source in (None, row.get("source"))}
 
     def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Keep exactly `rows`, and take away the record: what is written from here on belongs to a new attempt."""
@@ -177,7 +199,15 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     # bytes at a named moment: after the compression, before the question; what grows or moves later: at the end
     after, end = [out["compressed"]["kv"] for out in outs], [out["end"]["kv"] for out in outs]
-    for key in ("bytes_held", "bytes_allocated", "bytes_full", "ratio", "bytes_host", "kept_tokens_mean"):
+    for key in (
+        "bytes_held",
+        "bytes_allocated",
+        "bytes_full",
+        "ratio",
+        "bytes_host",
+        "bytes_scores",
+        "kept_tokens_mean",
+    ):
         found[f"kv.{key}"] = _mean(kv.get(key) for kv in after)
     for key in ("read_bytes_per_token", "moved_bytes_per_token"):
         found[f"kv.{key}"] = _mean(kv.get(key) for kv in end)
@@ -245,8 +275,8 @@ def fill_deltas(sweep: Path) -> None:
     bases = {record.get("protocol.pair"): folder for folder, record in found if is_baseline(record)}
     for folder, record in found:
         base = bases.get(record.get("protocol.pair"))
-        if base is None or record["status"] not in FINISHED or record.get("baseline") == base.run_id:
+        if base is None or record["status"] not in FINISHED:
             continue
         delta = paired_delta(folder.rows(), base.rows())
-        if delta is not None:
+        if delta is not None and (record.get("baseline"), record.get("delta_full")) != (base.run_id, delta[0]):
             folder.finish(record | {"delta_full": delta[0], "baseline": base.run_id})

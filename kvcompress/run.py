@@ -58,7 +58,8 @@ def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
     assert isinstance(model, dict)
     described = {key: value for key, value in method.describe().items() if key != "budget"}
     return {
-        "model": {key: value for key, value in model.items() if key != "device_map"},
+        "model": {key: value for key, value in model.items() if key != "device_map"}
+        | models.fingerprint(model["name"]),
         "task": {
             "name": task.name,
             "version": task.version,
@@ -133,6 +134,12 @@ class Runner:
                 raise ValueError(f"kernel={config.kernel!r}; valid: {', '.join(KERNELS)}")
             if config.limit is not None and config.limit < 1:
                 raise ValueError(f"limit={config.limit}; at least 1 sample, or null for all")
+            if not 0 <= config.seed < 2**63:
+                raise ValueError(f"seed={config.seed}; 0 to 2**63 - 1")
+            if Path(config.sweep.name).is_absolute() or ".." in Path(config.sweep.name).parts or not config.sweep.name:
+                raise ValueError(
+                    f"sweep.name={config.sweep.name!r}; a name inside paths.results={config.paths.results}"
+                )
             method, task = build_method(config), build_task(config)
             cell = identity(config, method, task)
         except (ValueError, TypeError) as error:
@@ -143,9 +150,10 @@ class Runner:
         named |= {"run_id": run_id, "folder": folder.path}
         found = folder.record()
         if key in self._seen:
-            return Outcome(
-                **named, status="same", record=found or {}, note="this method has no budget: one cell for all"
+            again = (
+                "this method has no budget: one cell for all" if method.budget_kind == "none" else "the same cell again"
             )
+            return Outcome(**named, status="same", record=found or {}, note=again)
         self._seen.add(key)
         source = record.source_hash()
         if found is not None and found["status"] in record.FINISHED:
@@ -155,7 +163,17 @@ class Runner:
                 return Outcome(**named, status="stale", record=found, note=note)
             if not stale or config.resume == "any":
                 return Outcome(**named, status="done", record=found, note="finished before")
-        written = self._run(config, cell, method, task, folder, source)
+        if method.limited and isinstance(method.budget, int) and method.budget == 1:
+            self.console.print("budget=1 is one token per head; no limit is budget=1.0", style="yellow", markup=False)
+        kept = folder.rows(None if config.resume == "any" else source)
+        try:
+            folder.open(OmegaConf.to_yaml(config, resolve=True))
+            folder.start(kept.values())
+        except OSError as error:
+            return Outcome(
+                **named, status="refused", note=f"cannot write to paths.results={config.paths.results}: {error}"
+            )
+        written = self._run(config, cell, method, task, folder, source, set(kept))
         record.fill_deltas(folder.path.parent)
         written = folder.record() or written
         tracking.log(config.logger, written, cell, list(folder.rows().values()), config.sweep.name)
@@ -170,17 +188,15 @@ class Runner:
         task: Task,
         folder: record.RunFolder,
         source: str,
+        done: set[str],
     ) -> dict[str, Any]:
-        kept = folder.rows(None if config.resume == "any" else source)
-        folder.open(OmegaConf.to_yaml(config, resolve=True))
-        folder.start(kept.values())
         status, error, total = "ok", None, 0
         try:
             model, tokenizer = self._load(config)
             samples = list(task.samples(tokenizer))[: config.limit]
             total = len(samples)
             check_lengths(samples, model, method)
-            self._samples(config, model, tokenizer, method, task, samples, folder, set(kept), source)
+            self._samples(config, model, tokenizer, method, task, samples, folder, done, source)
         except KeyboardInterrupt:
             self._write(config, cell, method, task, folder, "partial", "interrupted", total)
             raise

@@ -316,3 +316,14 @@ def test_smollm2_answers_and_ends_its_turn(smollm2):
     inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(output) and output[-1].item() in eos_ids(model, tokenizer)
+
+
+def test_a_folders_fingerprint_follows_its_content(tmp_path):
+    """Other weights under the same path are another model; a name that is no folder has no fingerprint."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 << 20))
+    first = models.fingerprint(str(tmp_path))
+    assert first == models.fingerprint(str(tmp_path)) and models.fingerprint("smollm2") == {}
+    weights.write_bytes(bytes((3 << 20) - 1) + b"x")
+    assert models.fingerprint(str(tmp_path)) != first

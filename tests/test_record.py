@@ -88,11 +88,17 @@ def test_a_damaged_record_reads_as_none_and_says_why(tmp_path):
             record.read_record(folder.path / "record.json")
 
 
+def whole(run_id, **more):
+    """The least a record holds."""
+    least = {"run_id": run_id, "status": "ok", "model": "m", "task": "t", "method": "full", "budget": 1.0}
+    return least | {"n_samples": 1, "score": 0.5} | more
+
+
 def test_a_record_is_replaced_whole_and_leaves_no_temporary_file(tmp_path):
     folder = record.RunFolder(tmp_path, "sweep", "run")
     folder.open("")
-    folder.finish({"run_id": "run", "status": "ok"})
-    folder.finish({"run_id": "run", "status": "inactive"})
+    folder.finish(whole("run"))
+    folder.finish(whole("run", status="inactive"))
     assert folder.record()["status"] == "inactive"
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "record.json"]
 
@@ -118,7 +124,7 @@ def test_deltas_are_paired_on_common_samples_and_filled_when_the_baseline_arrive
         for item in rows:
             folder.append(item)
         parts = {"parts.scorer": scorer, "parts.codec": "plain", "parts.reader": "all", "parts.prefill": "oneshot"}
-        folder.finish({"run_id": run_id, "status": "ok", "protocol.pair": "p", **parts, **more})
+        folder.finish(whole(run_id, **{"protocol.pair": "p"}, **parts) | more)
         return folder
 
     some = write("some", "MyScorer", [row("a", 0.0), row("b", 1.0), row("z", 0.0)])
@@ -134,3 +140,17 @@ def test_deltas_are_paired_on_common_samples_and_filled_when_the_baseline_arrive
 
 def test_source_hash_covers_library_methods_and_tasks():
     assert len(record.source_hash()) == 16 and record.versions()["versions.source"] == record.source_hash()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"budget": "b"}, {"score": None}, {"run_id": ["a"]}, {"n_samples": "many"}, {"method": None}, {"budget": True}],
+)
+def test_a_foreign_record_is_named_and_not_believed(change, tmp_path):
+    """A record whose values are of the wrong kind is refused with the key, so that boards can skip it."""
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(whole("a")))
+    assert record.read_record(path)["score"] == 0.5
+    path.write_text(json.dumps(whole("a") | change))
+    with pytest.raises(ValueError, match=f"not a record .*{next(iter(change))}"):
+        record.read_record(path)
