@@ -62,6 +62,7 @@ def kv_attention(
     compressor: Compressor = cache.owner
     output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
     compressor.after_attention(layer, query, probabilities, features)
+    layer.fresh = None
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -76,6 +76,7 @@ class CompressedLayer(CacheLayerMixin):
         self.guard: tuple[Tensor | None, Any, int] | None = None  # protection worked out for a target, of use next step
         self.evicted = 0
         self.group = 1  # query heads per KV head
+        self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -110,7 +111,9 @@ class CompressedLayer(CacheLayerMixin):
         self.seen += key_states.shape[2]
         if isinstance(self.store, DenseStore) and cache.codec.name == "plain" and rotation is None:
             # views of the buffer, so that the caller's own tensors can be freed
-            return self.store.get("keys"), self.store.get("values")
+            self.fresh = self.store.get("keys"), self.store.get("values")
+            return self.fresh
+        self.fresh = None
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -173,6 +176,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def keys_values(self) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, H_kv, P, D]` as attention sees them: decoded, rotated; garbage in empty slots."""
+        if self.fresh is not None:
+            return self.fresh
         cache = self.holder()
         store = self.held()
         names = [n for n in store.channels if n not in ("positions", "mass", "score")]
@@ -194,7 +199,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def keep(self, mask: Tensor, grow: bool = False) -> None:
         """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`."""
-        store = self.held()
+        self.fresh, store = None, self.held()
         before = int(store.counts.sum())
         if mask.shape != (*store.counts.shape, store.length):
             raise ValueError(

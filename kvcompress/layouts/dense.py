@@ -38,7 +38,8 @@ class DenseStore:
         """
         self.length = channels["positions"].shape[2]
         self.channels = channels
-        self.counts = counts
+        self._counts, self._appended = counts, 0
+        self._full: bool | None = None
         if grow:
             self._reallocate(self.length + headroom(self.length))
 
@@ -52,9 +53,18 @@ class DenseStore:
         return self.channels["positions"].shape[2]
 
     @property
+    def counts(self) -> Tensor:
+        """Non-empty slots, LongTensor `[B, H]` on the CPU."""
+        if self._appended:  # whole columns are only counted up: one addition per look, not per token
+            self._counts, self._appended = self._counts + self._appended, 0
+        return self._counts
+
+    @property
     def full(self) -> bool:
         """True if no held slot is empty, so that no mask is needed to read them."""
-        return int(self.counts.min()) == self.length
+        if self._full is None:
+            self._full = int(self.counts.min()) == self.length
+        return self._full
 
     def get(self, name: str) -> Tensor:
         """The held slots of a channel, `[B, H or 1, length, ...]`; a view."""
@@ -85,7 +95,10 @@ class DenseStore:
             else:
                 buffer[:, :, self.length : self.length + n] = 0
         self.length += n
-        self.counts = self.counts + added[:, None]
+        if real is None:
+            self._appended += n
+        else:
+            self._counts, self._full = self.counts + added[:, None], None
 
     def _reallocate(self, capacity: int) -> None:
         for name, old in self.channels.items():
@@ -103,16 +116,17 @@ class DenseStore:
         else:
             keep = positions.gather(2, slots)
             positions.scatter_(2, slots, torch.where(rows.to(slots.device)[:, None, None], -1, keep))
-        self.counts = self.counts - rows[:, None].long()
+        self._counts, self._full = self.counts - rows[:, None].long(), None
 
     def select_rows(self, index: Tensor) -> None:
         """Reorder, repeat or drop batch rows."""
         self.channels = {name: value.index_select(0, index.to(value.device)) for name, value in self.channels.items()}
-        self.counts = self.counts.index_select(0, index.cpu())
+        self._counts, self._full = self.counts.index_select(0, index.cpu()), None
 
     def fork(self) -> DenseStore:
         copy = DenseStore.__new__(DenseStore)
-        copy.length, copy.counts = self.length, self.counts.clone()
+        copy.length, copy._full = self.length, self._full
+        copy._counts, copy._appended = self.counts.clone(), 0
         copy.channels = {name: exact(value) for name, value in self.channels.items()}
         return copy
 

@@ -94,7 +94,7 @@ class RaggedStore:
 
     def _reallocate(self, wanted: Tensor) -> None:
         old_segments = self.segments()
-        self.capacities = torch.tensor([w + headroom(w) // self.counts.numel() + 1 for w in wanted.tolist()])
+        self.capacities = torch.tensor([w + headroom(w) for w in wanted.tolist()])
         starts = self.starts.tolist()
         total = int(self.capacities.sum())
         for name, old in self.channels.items():
