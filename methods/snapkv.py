@@ -29,9 +29,13 @@ class WindowScorer(Scorer):
     def window(self, kept: Tensor) -> Tensor:
         return torch.full_like(kept, self.size)
 
-    def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
+    def votes(self, view: LayerView, observed: Observed) -> Tensor:
+        """What every key gets from the window's queries, `[B, H_kv, G, P]`: their attention, summed."""
         attention, _ = observed.window(self.size)
-        votes = attention.sum(dim=3)  # [B, H_kv, G, P], over the window's queries
+        return attention.sum(dim=3)
+
+    def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
+        votes = self.votes(view, observed)
         held = view.positions >= 0
         rank = held.cumsum(-1) - 1
         window = protect(view.kept, self.sinks, self.window(view.kept)).window  # shrinks row by row

@@ -23,15 +23,30 @@ def cap_of(budget, real):
     return budget if isinstance(budget, int) else max(1, round(budget * real))
 
 
+def held_after(real, cap, decoded, every):
+    """Tokens per head after a prompt and some decoded tokens: back to the cap whenever `every` more have come."""
+    held = min(real, cap)
+    for _ in range(decoded):
+        held += 1
+        if every is not None and held >= cap + every:
+            held = cap
+    return held
+
+
 def check_kept(method, session, rows, decoded):
-    """Every head holds as many tokens as its method may, in strictly increasing order, none of them negative."""
-    inside = method.parts().schedule.every is not None
-    for heads in all_held(session).values():
-        for row, real in enumerate(rows):
-            cap = cap_of(method.budget, real)
+    """Every head holds as many tokens as its method may, in strictly increasing order, none of them negative.
+
+    Where an allocator hands out the budget unevenly, all heads of all layers together hold as many.
+    """
+    parts, held = method.parts(), all_held(session)
+    for row, real in enumerate(rows):
+        expected = held_after(real, cap_of(method.budget, real), decoded, parts.schedule.every)
+        if not parts.allocator.uniform:
+            counts = [len(kept) for heads in held.values() for kept in heads[row]]
+            assert sum(counts) == expected * len(counts)
+        for heads in held.values():
             for kept in heads[row]:
-                expected = min(real + decoded, cap) if inside else min(real, cap) + decoded
-                assert len(kept) == expected
+                assert len(kept) == expected or not parts.allocator.uniform
                 assert all(a < b for a, b in zip(kept, kept[1:], strict=False))
                 assert 0 <= kept[0] and kept[-1] < real + decoded
 
