@@ -40,9 +40,15 @@ class WindowScorer(Scorer):
         rank = held.cumsum(-1) - 1
         window = protect(view.kept, self.sinks, self.window(view.kept)).window  # shrinks row by row
         prefix = held & (rank < held.sum(-1, keepdim=True) - window.to(rank.device)[:, None, None])
+        order = None
+        if bool((held[..., :-1] & ~held[..., 1:]).any()):  # slots emptied in decode are no neighbours
+            order = torch.sort(held.to(torch.uint8), dim=-1, stable=True).indices
+            prefix, votes = prefix.gather(2, order), votes.gather(3, order[:, :, None].expand_as(votes))
         if self.reduce_first:
-            return self._pool(reduce_group(votes, self.group_reduce), prefix)
-        return reduce_group(self._pool(votes, prefix[:, :, None].expand_as(votes)), self.group_reduce)
+            scores = self._pool(reduce_group(votes, self.group_reduce), prefix)
+        else:
+            scores = reduce_group(self._pool(votes, prefix[:, :, None].expand_as(votes)), self.group_reduce)
+        return scores if order is None else torch.empty_like(scores).scatter_(2, order, scores)
 
     def _pool(self, votes: Tensor, prefix: Tensor) -> Tensor:
         """Pool over held prefix slots; others neither give to a neighbour nor score."""

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import left_padded, random_ids, small_model
 
-from kvcompress import compress
+from kvcompress import compress, compression
+from kvcompress.method import Schedule
 from kvcompress.methods import H2O, METHODS, TOVA, SnapKV, StreamingLLM
 
 MODEL = small_model(num_hidden_layers=2)
@@ -229,6 +230,22 @@ def test_the_sum_of_h2o_mass_is_the_number_of_queries():
         for heads in loop.mass.values():
             for mass in heads:
                 assert abs(sum(mass.values()) - 13) < 1e-4
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_slots_emptied_in_place_change_nothing(name, monkeypatch):
+    """Evicting one token per step in decode keeps the same whether holes are left for a while or closed at once."""
+    ids, mask = left_padded([22, 15])
+    held = []
+    for holes in (16, 0):
+        monkeypatch.setattr(compression, "MAX_HOLES", holes)
+        with compress(MODEL, make(name, 0.4, schedule=Schedule(every=1))) as session:
+            session.prefill(ids, attention_mask=mask)
+            session.generate(10)
+            session.prefill(random_ids(2, 7, 4), cache=session.cache)
+            session.generate(5)
+            held.append((session.cache.kept_tokens().tolist(), all_held(session)))
+    assert held[0] == held[1]
 
 
 @pytest.mark.parametrize("name", EVICTING)
