@@ -139,6 +139,7 @@ class Compressor:
 
     # ------------------------------------------------------------------ deciding and applying
 
+    @torch.no_grad()
     def after_attention(
         self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
     ) -> None:
@@ -352,6 +353,7 @@ class Compressor:
                 self._apply(layer, layer_scores, layer.positions(), wanted, everyone, forward, cache)
             layer.target = wanted.cpu()
 
+    @torch.no_grad()
     def end_of_forward(self, cache: CompressedCache) -> None:
         """Called when all layers have run: allocators that needed all scores decide now."""
         forward = cache.forward
