@@ -80,22 +80,24 @@ def cap(budget: Budget, real: torch.Tensor) -> torch.Tensor | None:
     return torch.full_like(real, budget)
 
 
-def protect(kept: torch.Tensor, sinks: int, window: int | torch.Tensor) -> Protection:
-    """Clamp sinks and window to what `kept` slots allow, so that at least one slot is left to the score.
+def protect(kept: torch.Tensor, sinks: int | torch.Tensor, window: int | torch.Tensor, spare: int = 1) -> Protection:
+    """Clamp sinks and window to what `kept` slots allow, so that at least `spare` slots are left to the score.
 
-    The window shrinks to at most half of what is kept, then the sinks to what is left but one.
+    The window shrinks to at most half of what is kept, then the sinks to what is left but `spare`.
 
     Args:
         kept: LongTensor `[B]`, slots kept per head.
         sinks: first tokens the method protects.
-        window: last tokens the method protects, an int or LongTensor `[B]`.
+        window: last tokens the method protects.
+        spare: 0 where an allocator may leave a head nothing but its protected tokens.
     """
+    first = torch.as_tensor(sinks, device=kept.device).expand_as(kept)
     asked = torch.as_tensor(window, device=kept.device).expand_as(kept)
-    clamped = kept < sinks + asked + 1
+    clamped = kept < first + asked + spare
     small_window = torch.minimum(asked, kept // 2)
-    small_sinks = torch.minimum(torch.full_like(kept, sinks), (kept - small_window - 1).clamp(min=0))
+    small_sinks = torch.minimum(first, (kept - small_window - spare).clamp(min=0))
     return Protection(
-        sinks=torch.where(clamped, small_sinks, torch.full_like(kept, sinks)),
+        sinks=torch.where(clamped, small_sinks, first),
         window=torch.where(clamped, small_window, asked),
-        clamped=clamped & ((sinks > 0) | (asked > 0)),
+        clamped=clamped & ((first > 0) | (asked > 0)),
     )

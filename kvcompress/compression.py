@@ -14,11 +14,12 @@ import torch
 
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
-from kvcompress.kernels.blockwise import Features, softmax_block, visible
+from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import DenseStore
-from kvcompress.method import LayerView, Method, Needs, Observed
-from kvcompress.selection import lowest_slot, top_slots
+from kvcompress.method import LayerView, Method, Needs
+from kvcompress.observed import LayerObserved
+from kvcompress.selection import lowest_slot, ranked, top_slots
 
 Tensor = torch.Tensor
 
@@ -149,6 +150,7 @@ class Compressor:
 
     # ------------------------------------------------------------------ deciding and applying
 
+    @torch.no_grad()
     def after_attention(
         self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
     ) -> None:
@@ -184,8 +186,11 @@ class Compressor:
                 return None
             if self.parts.allocator.scope != "layer":
                 rows = torch.ones(len(counts), dtype=torch.bool)
-            else:
-                rows = (counts.sum(1) > cache.cap * counts.shape[1]) | (counts > layer.target).any(1)
+            elif self.parts.allocator.uniform:
+                rows = (counts > layer.target).any(1)
+            else:  # a layer may get less than the cap
+                assert cache.real is not None
+                rows = cache.real > cache.cap
         elif forward.phase == "decode" and schedule.every is not None and layer.target is not None:
             over = counts - layer.target
             rows = (over > 0).any(1)
@@ -220,9 +225,10 @@ class Compressor:
                 return
         else:
             total = cache.cap * scores.shape[1] * self.n_layers
-            counts = self.parts.allocator.allocate(
-                [scores], [None], cache.full_layers.index(layer) + 1, self.n_layers, total
-            )[0]
+            seen = cache.full_layers.index(layer) + 1
+            shown = [self._shown(scores, positions, cache)]
+            counts = self.parts.allocator.allocate(shown, [layer.stat], seen, self.n_layers, total)[0]
+            layer.stat = None
         self._apply(layer, scores, positions, counts, rows, forward, cache)
 
     @staticmethod
@@ -246,7 +252,7 @@ class Compressor:
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
         positions = layer.positions()
-        view = self._view(layer, positions, forward.phase, torch.minimum(cache.cap, layer.counts.amax(1)))
+        view = self._view(layer, positions, forward.phase, self._kept(cache))
         observed = LayerObserved(layer, view, positions, probabilities, features, forward)
         scores = scorer.score(view, observed, layer.state)
         if scores.shape != view.positions.shape or scores.dtype != torch.float32:
@@ -254,7 +260,39 @@ class Compressor:
                 f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 "
                 f"{tuple(view.positions.shape)}"
             )
+        if forward.phase == "prompt":
+            layer.stat = self.parts.allocator.stat(view, observed)
         return scores, positions
+
+    @staticmethod
+    def _kept(cache: CompressedCache) -> Tensor:
+        """Slots per head that each row keeps on average over layers and heads, `[B]`."""
+        assert cache.cap is not None and cache.real is not None
+        return torch.minimum(cache.cap, cache.real)
+
+    def _shown(self, scores: Tensor, positions: Tensor, cache: CompressedCache) -> Tensor:
+        """Scores with protected and empty slots marked, for an allocator that looks at them."""
+        scorer, kept = self.parts.scorer, self._kept(cache)
+        assert scorer is not None
+        if self.parts.allocator.uniform:
+            return scores
+        kept = kept[:, None].expand(-1, scores.shape[1])
+        return ranked(scores, positions, budgets.protect(kept, scorer.sinks, scorer.window(kept)))
+
+    def _protection(self, counts: Tensor, cache: CompressedCache) -> budgets.Protection:
+        """Sinks and window of heads that keep `counts [B, H_kv]`.
+
+        Where the row's cap is too small for them they shrink for the row; a head that an allocator gives less than the
+        cap still has them whole, as long as they fit.
+        """
+        scorer = self.parts.scorer
+        assert scorer is not None
+        kept = self._kept(cache)[:, None].expand_as(counts)
+        row = budgets.protect(kept, scorer.sinks, scorer.window(kept))
+        asked = scorer.window(counts)
+        window = torch.where(row.clamped, torch.minimum(asked, row.window), asked)
+        head = budgets.protect(counts, row.sinks, window, spare=0)
+        return budgets.Protection(head.sinks, head.window, head.clamped | row.clamped)
 
     def _view(self, layer: CompressedLayer, positions: Tensor, phase: str, kept: Tensor) -> LayerView:
         real = layer.holder().real
@@ -283,9 +321,7 @@ class Compressor:
         """Keep `counts` slots per head in the given rows, all of them elsewhere."""
         held, wanted = layer.counts, counts.cpu()
         counts = torch.where(rows[:, None], torch.minimum(wanted, held), held)
-        scorer = self.parts.scorer
-        assert scorer is not None
-        protection = budgets.protect(counts, scorer.sinks, scorer.window(counts))
+        protection = self._protection(counts, cache)
         cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
         decode = forward.phase == "decode"
         if decode and isinstance(layer.store, DenseStore) and layer.length - int(counts.max()) <= MAX_HOLES:
@@ -323,13 +359,16 @@ class Compressor:
             return
         scores = [layer.held().get("score").squeeze(-1) for layer in scored]
         total = cache.cap * scores[0].shape[1] * self.n_layers
-        counts = self.parts.allocator.allocate(scores, [None] * len(scored), len(scored), self.n_layers, total)
+        shown = [self._shown(s, layer.positions(), cache) for layer, s in zip(scored, scores, strict=True)]
+        stats = [layer.stat for layer in scored]
+        counts = self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)
         for layer, layer_scores, wanted in zip(scored, scores, counts, strict=True):
             everyone = torch.ones(len(wanted), dtype=torch.bool)
             if bool((layer.counts > wanted.cpu()).any()):
                 self._apply(layer, layer_scores, layer.positions(), wanted, everyone, forward, cache)
             layer.target = wanted.cpu()
 
+    @torch.no_grad()
     def end_of_forward(self, cache: CompressedCache) -> None:
         """Called when all layers have run: allocators that needed all scores decide now."""
         forward = cache.forward
@@ -339,39 +378,6 @@ class Compressor:
             if self.parts.allocator.scope == "all":
                 self._allocate_scored(cache, forward)
             for layer in cache.full_layers:
+                layer.stat = None
                 if layer.store is not None:
                     layer.store.drop_channel("score")
-
-
-class LayerObserved(Observed):
-    """What was seen of one layer in this forward and, through its state, before."""
-
-    def __init__(
-        self,
-        layer: CompressedLayer,
-        view: LayerView,
-        positions: Tensor,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-    ):
-        self.layer, self.view, self.positions = layer, view, positions
-        self.probabilities, self.features, self.forward = probabilities, features, forward
-
-    def window(self, size: int) -> tuple[Tensor, Tensor]:
-        if size == 1 and self.probabilities is not None:
-            real = self.forward.on("positions", self.probabilities.device) >= 0
-            return self.probabilities, real.expand(self.probabilities.shape[0], -1)
-        if "queries" not in self.layer.state:
-            raise ValueError("the scorer asks for a window of queries it did not declare in `needs`")
-        queries, at = self.layer.state["queries"][:, :, -size:], self.layer.state["query_positions"][:, -size:]
-        allowed = visible(self.positions, at, self.features.window)
-        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features)
-        return p.masked_fill((at < 0)[:, None, None, :, None], 0.0), at >= 0
-
-    @property
-    def mass(self) -> Tensor:
-        store = self.layer.held()
-        if "mass" not in store.channels:
-            raise ValueError("the scorer asks for attention mass it did not declare in `needs`")
-        return store.get("mass").transpose(2, 3)

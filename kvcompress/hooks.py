@@ -42,6 +42,7 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
+        self.notes = method.notes(model) if self.compressor.limited else []
         self.cache: CompressedCache | None = None
         self._phase: str | None = None
         self._real: Tensor | None = None
@@ -59,6 +60,8 @@ class Hooks:
         self._rotations = (
             compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
         )
+        for note in self.notes:
+            warnings.warn(note, stacklevel=2)
         before = self.model.config._attn_implementation
         expected = None if compat.text_config(self.model).model_type in compat.VERIFIED else self._probe()
         try:

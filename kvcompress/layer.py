@@ -74,6 +74,7 @@ class CompressedLayer(CacheLayerMixin):
         self.state: State = {}
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
         self.guard: tuple[Tensor | None, Any, int] | None = None  # protection worked out for a target, of use next step
+        self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
         self.evicted = 0
         self.group = 1  # query heads per KV head
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done

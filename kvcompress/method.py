@@ -125,6 +125,10 @@ class Method:
     def check(self) -> None:
         """Raise ValueError for illegal hyper-parameters. Called once the preset has filled them in."""
 
+    def notes(self, model: Any) -> list[str]:
+        """What a user should know of this method on this model: warned when attached, kept in the session's report."""
+        return []
+
     def reserved(self) -> int:
         """Sinks plus window, in tokens: what an int budget must exceed."""
         return 0

@@ -146,6 +146,13 @@ class Allocator(ABC):
     def needs(self) -> Needs:
         return Needs()
 
+    def stat(self, view: LayerView, observed: Observed) -> Any:
+        """What to remember of a layer when a prompt's scores are made: handed back as its entry of `stats`.
+
+        Per row of the batch, so that rows stay independent. It lives until the prompt's forward ends.
+        """
+        return None
+
     @abstractmethod
     def allocate(
         self, scores: list[Tensor], stats: list[Any], layers_seen: int, n_layers: int, total: Tensor
@@ -153,14 +160,16 @@ class Allocator(ABC):
         """Slots to keep.
 
         Args:
-            scores: one `[B, H_kv, P]` per layer in scope (a single one for scope `layer`).
-            stats: what the allocator asked to remember of each layer in scope.
+            scores: one `[B, H_kv, P]` per layer in scope (a single one for scope `layer`): +inf where a slot is
+                protected by the scorer's sinks and window, -inf where it is empty, finite elsewhere.
+            stats: what `stat` returned for each layer in scope.
             layers_seen: layers whose scores have been seen so far, this one included.
             n_layers: full-attention layers that share the budget.
             total: LongTensor `[B]`, slots of the row's whole budget: cap x H_kv x n_layers.
 
         Returns:
-            one LongTensor `[B, H_kv]` per layer in scope. Totals over all layers equal `total`.
+            one LongTensor `[B, H_kv]` per layer in scope, at least the protected slots of each head and at least 1.
+            Totals over all layers equal `total`; what a head cannot fill it may grow into in decode.
         """
 
 
@@ -321,7 +330,7 @@ class Parts:
         return {
             "prefill": self.prefill.name,
             "scorer": type(self.scorer).__name__ if self.scorer else "none",
-            "allocator": type(self.allocator).__name__.lower(),
+            "allocator": getattr(self.allocator, "name", type(self.allocator).__name__.lower()),
             "codec": self.codec.name,
             "reader": self.reader.name,
             "schedule": schedule.strip("+") or "never",

@@ -36,7 +36,7 @@ KEYS = (
     *("kv.storage", "memory.prefill_peak", "memory.decode_peak"),
     *(key + end for key in TIMES for end in ("", ".q1", ".q3")),
     *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
-    *("protocol.hit_max_share", "protocol.shared", "protocol.pair", "versions.source", "error"),
+    *("protocol.hit_max_share", "protocol.shared", "protocol.pair", "versions.source", "notes", "error"),
 )
 
 
@@ -196,6 +196,7 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "score_stderr": stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None,
         "share_inactive": fmean(not out["end"]["active"] for out in outs),
         "share_clamped": fmean(bool(out["end"]["clamped"]) for out in outs),
+        "notes": sorted({note for out in outs for note in out["end"].get("notes", ())}),
     }
     # bytes at a named moment: after the compression, before the question; what grows or moves later: at the end
     after, end = [out["compressed"]["kv"] for out in outs], [out["end"]["kv"] for out in outs]

@@ -18,6 +18,13 @@ def _guarded(positions: Tensor, protection: Protection) -> tuple[Tensor, Tensor]
     return held, held & ((rank < sinks) | (rank >= number - window))
 
 
+def ranked(scores: Tensor, positions: Tensor, protection: Protection) -> Tensor:
+    """Scores as an allocator sees them: +inf where a slot is protected, -inf where it is empty, finite elsewhere."""
+    held, guarded = _guarded(positions, protection)
+    finite = torch.finfo(scores.dtype)
+    return scores.clamp(finite.min, finite.max).masked_fill(~held, float("-inf")).masked_fill(guarded, float("inf"))
+
+
 def top_slots(scores: Tensor, positions: Tensor, counts: Tensor, protection: Protection) -> Tensor:
     """The slots to keep: the protected ones, then the highest scores; ties go to the earlier position.
 

@@ -249,6 +249,7 @@ class Session(Hooks):
             "active": evicted > 0,
             "evicted": evicted,
             "clamped": cache.clamped,
+            "notes": list(self.notes),
             "kept_per_layer": kept.double().mean(dim=(1, 2)).tolist(),
             "kernel": "+".join(sorted(self.compressor.kernels)),
             "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},

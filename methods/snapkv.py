@@ -29,16 +29,26 @@ class WindowScorer(Scorer):
     def window(self, kept: Tensor) -> Tensor:
         return torch.full_like(kept, self.size)
 
-    def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
+    def votes(self, view: LayerView, observed: Observed) -> Tensor:
+        """What every key gets from the window's queries, `[B, H_kv, G, P]`: their attention, summed."""
         attention, _ = observed.window(self.size)
-        votes = attention.sum(dim=3)  # [B, H_kv, G, P], over the window's queries
+        return attention.sum(dim=3)
+
+    def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
+        votes = self.votes(view, observed)
         held = view.positions >= 0
         rank = held.cumsum(-1) - 1
         window = protect(view.kept, self.sinks, self.window(view.kept)).window  # shrinks row by row
         prefix = held & (rank < held.sum(-1, keepdim=True) - window.to(rank.device)[:, None, None])
+        order = None
+        if bool((held[..., :-1] & ~held[..., 1:]).any()):  # slots emptied in decode are no neighbours
+            order = torch.sort(held.to(torch.uint8), dim=-1, stable=True).indices
+            prefix, votes = prefix.gather(2, order), votes.gather(3, order[:, :, None].expand_as(votes))
         if self.reduce_first:
-            return self._pool(reduce_group(votes, self.group_reduce), prefix)
-        return reduce_group(self._pool(votes, prefix[:, :, None].expand_as(votes)), self.group_reduce)
+            scores = self._pool(reduce_group(votes, self.group_reduce), prefix)
+        else:
+            scores = reduce_group(self._pool(votes, prefix[:, :, None].expand_as(votes)), self.group_reduce)
+        return scores if order is None else torch.empty_like(scores).scatter_(2, order, scores)
 
     def _pool(self, votes: Tensor, prefix: Tensor) -> Tensor:
         """Pool over held prefix slots; empty slots part no neighbours, and no other slot gives or scores."""

@@ -35,6 +35,7 @@ def _masked_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     layer = module.layer_idx
     features = Features(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
     reference.captured[layer] = (query.detach().clone(), key.detach().clone(), features)
+    reference.values[layer] = value.detach().clone()
     keep = reference.keep.get(layer)
     assert attention_mask is not None and attention_mask.dim() == 4, "the reference needs eager's 4D mask"
     if keep is not None:
@@ -63,6 +64,7 @@ class MaskedReference:
         self.model = model
         self.keep: dict[int, Tensor] = {}
         self.captured: dict[int, tuple[Tensor, Tensor, Features]] = {}
+        self.values: dict[int, Tensor] = {}
         self.cache = DynamicCache()  # no config: every layer, sliding ones too, holds everything
         self.mask: Tensor | None = None
 

@@ -15,7 +15,16 @@ from kvcompress.method import Allocator, Chunked
 from kvcompress.methods import Full, SnapKV
 
 MODEL = small_model()
+UNIFORM = {name for name in EVICTING if make(name, 0.5).parts().allocator.uniform}
 DETERMINISTIC = [name for name in EVICTING if name != "Random"]
+
+
+def means(name, cache):
+    """Tokens held per row: the one count of all layers and heads, or their mean where an allocator makes them differ."""
+    kept = cache.kept_tokens()
+    assert name not in UNIFORM or all(len(kept[:, row].unique()) == 1 for row in range(kept.shape[1]))
+    assert kept.min() >= 1
+    return kept.double().mean((0, 2)).tolist()
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -24,8 +33,7 @@ def test_a_left_padded_row_keeps_no_pad(name):
     ids, mask = left_padded([128, 64])
     with compress(MODEL, make(name, 0.5)) as session:
         assert session.prefill(ids, attention_mask=mask).seen.tolist() == [128, 64]
-        assert session.cache.kept_tokens()[:, 1].unique().tolist() == [32]
-        assert session.cache.kept_tokens()[:, 0].unique().tolist() == [64]
+        assert means(name, session.cache) == [64, 32]
         for heads in all_held(session).values():
             assert all(0 <= p < 64 for kept in heads[1] for p in kept)
 
@@ -50,13 +58,13 @@ def test_a_second_turn_is_compressed_too(name):
     """100 + 100 tokens at 0.5 end at 100 kept, not 150; a third turn of 50 ends at 125."""
     with compress(MODEL, make(name, 0.5)) as session:
         first = session.prefill(random_ids(1, 100))
-        assert session.cache.kept_tokens().unique().tolist() == [50]
+        assert means(name, session.cache) == [50]
         second = session.prefill(random_ids(1, 100, 1), cache=first.cache)
         assert second.cache is first.cache is session.cache
-        assert session.cache.kept_tokens().unique().tolist() == [100]
+        assert means(name, session.cache) == [100]
         assert second.seen.tolist() == [200]
         MODEL(random_ids(1, 50, 2), cache=session.cache)
-        assert session.cache.kept_tokens().unique().tolist() == [125]
+        assert means(name, session.cache) == [125]
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -66,7 +74,7 @@ def test_every_chunk_is_compressed(name, chunk):
     method = make(name, 0.5, prefill=Chunked(chunk=chunk))
     with compress(MODEL, method) as session:
         session.prefill(random_ids(1, 100))
-        assert session.cache.kept_tokens().unique().tolist() == [50]
+        assert means(name, session.cache) == [50]
         assert max(moment["tokens_held"] for moment in session.report()["moments"]) <= 50 + chunk
 
 
@@ -289,7 +297,7 @@ def test_every_sample_is_compressed_not_only_the_first(name):
     with compress(MODEL, make(name, 0.5)) as session:
         for n in (40, 20, 30):
             session.prefill(random_ids(1, n, n))
-            assert session.cache.kept_tokens().unique().tolist() == [n // 2]
+            assert means(name, session.cache) == [n // 2]
             assert session.report()["active"] is True
 
 

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import left_padded, random_ids, small_model
 
-from kvcompress import compress
+from kvcompress import compress, compression
+from kvcompress.method import Schedule
 from kvcompress.methods import H2O, METHODS, TOVA, SnapKV, StreamingLLM
 
 MODEL = small_model(num_hidden_layers=2)
@@ -23,15 +24,30 @@ def cap_of(budget, real):
     return budget if isinstance(budget, int) else max(1, round(budget * real))
 
 
+def held_after(real, cap, decoded, every):
+    """Tokens per head after a prompt and some decoded tokens: back to the cap whenever `every` more have come."""
+    held = min(real, cap)
+    for _ in range(decoded):
+        held += 1
+        if every is not None and held >= cap + every:
+            held = cap
+    return held
+
+
 def check_kept(method, session, rows, decoded):
-    """Every head holds as many tokens as its method may, in strictly increasing order, none of them negative."""
-    inside = method.parts().schedule.every is not None
-    for heads in all_held(session).values():
-        for row, real in enumerate(rows):
-            cap = cap_of(method.budget, real)
+    """Every head holds as many tokens as its method may, in strictly increasing order, none of them negative.
+
+    Where an allocator hands out the budget unevenly, all heads of all layers together hold as many.
+    """
+    parts, held = method.parts(), all_held(session)
+    for row, real in enumerate(rows):
+        expected = held_after(real, cap_of(method.budget, real), decoded, parts.schedule.every)
+        if not parts.allocator.uniform:
+            counts = [len(kept) for heads in held.values() for kept in heads[row]]
+            assert sum(counts) == expected * len(counts)
+        for heads in held.values():
             for kept in heads[row]:
-                expected = min(real + decoded, cap) if inside else min(real, cap) + decoded
-                assert len(kept) == expected
+                assert len(kept) == expected or not parts.allocator.uniform
                 assert all(a < b for a, b in zip(kept, kept[1:], strict=False))
                 assert 0 <= kept[0] and kept[-1] < real + decoded
 
@@ -214,6 +230,22 @@ def test_the_sum_of_h2o_mass_is_the_number_of_queries():
         for heads in loop.mass.values():
             for mass in heads:
                 assert abs(sum(mass.values()) - 13) < 1e-4
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_slots_emptied_in_place_change_nothing(name, monkeypatch):
+    """Evicting one token per step in decode keeps the same whether holes are left for a while or closed at once."""
+    ids, mask = left_padded([22, 15])
+    held = []
+    for holes in (16, 0):
+        monkeypatch.setattr(compression, "MAX_HOLES", holes)
+        with compress(MODEL, make(name, 0.4, schedule=Schedule(every=1))) as session:
+            session.prefill(ids, attention_mask=mask)
+            session.generate(10)
+            session.prefill(random_ids(2, 7, 4), cache=session.cache)
+            session.generate(5)
+            held.append((session.cache.kept_tokens().tolist(), all_held(session)))
+    assert held[0] == held[1]
 
 
 @pytest.mark.parametrize("name", EVICTING)

@@ -20,6 +20,8 @@ from kvcompress.methods import H2O, TOVA, SnapKV, StreamingLLM
 
 LENGTHS = [24, 15]
 GROUPS = [1, 2, 4]
+THREE = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}  # three query heads per KV head
+SIZES = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, THREE]
 BUDGET = 8
 STEPS = 3 * BUDGET
 
@@ -55,13 +57,15 @@ def follow(
     lengths=LENGTHS,
     later=(1,) * STEPS,
     seed=0,
+    sizes=None,
     **loop_options,
 ) -> Loop:
     """Run a method and its loop side by side on twin models; assert equal kept positions and logits at every step.
 
     `later` gives the number of tokens of each forward after the prompt: 1 is a decode step, more is another turn.
+    `sizes` are the model's, where they are not the usual ones.
     """
-    model, twin = (small_model(architecture, groups=groups, seed=seed) for _ in range(2))
+    model, twin = (small_model(architecture, groups=groups, seed=seed, **(sizes or {})) for _ in range(2))
     ids, mask = left_padded(lengths, seed)
     width, adopted, decisions = ids.shape[1], 0, 0
     with compress(model, method) as session, loop_class(twin, method.budget, **loop_options) as loop:
