@@ -11,14 +11,14 @@ from kvcompress.methods import H2O, METHODS, SnapKV
 
 pytestmark = pytest.mark.model
 
-PROMPT, ROWS = 24, 3
+PROMPT, ROWS = 16, 3
 
 
 def batch(rows: int):
     ids = torch.randint(100, 40000, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
     mask = torch.ones_like(ids)
     for row in range(rows - 1):
-        mask[row, : 5 + 6 * row] = 0
+        mask[row, : 3 + 6 * row] = 0
     return ids, mask
 
 
