@@ -8,6 +8,7 @@ or SDPA cannot do it (soft cap, sinks); its memory grows with L x block, never L
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,16 @@ import torch.nn.functional as F
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
-from kvcompress.kernels.blockwise import Features, blocks, group_queries, sdpa_block, softmax_block, visible
+from kvcompress.kernels.blockwise import (
+    ALL,
+    Features,
+    blocks,
+    group_queries,
+    sdpa_block,
+    softmax_block,
+    units,
+    visible,
+)
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import RaggedStore, Store
 
@@ -117,18 +127,22 @@ def attend(
         mass = torch.zeros(q.shape[0], keys.shape[1], q.shape[1] // keys.shape[1], keys.shape[2], device=q.device)
     compressor.kernel("blockwise" if math else "sdpa")
     ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
-    for rows in blocks(n, q, keys):
-        last = store.length - n + rows.stop if ordered else store.length
-        start = seen_by_all(store, forward, features, rows, n) if math else 0
-        allowed = visible(positions[..., start:last], queries[:, rows], features.window)
-        k, v = keys[:, :, :last], values[:, :, :last]
-        if math:
-            output[:, :, rows], p = softmax_block(q[:, :, rows], k, v, allowed, features, start)
+    for batch, kv, heads in units(q, keys) if math else [ALL]:
+        part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
+        seen_at = positions[batch, kv if positions.shape[1] > 1 else ALL[1]]
+        asked_at = queries[batch] if queries.shape[0] > 1 else queries
+        for rows in blocks(n, q[batch, heads], keys):
+            last = store.length - n + rows.stop if ordered else store.length
+            start = seen_by_all(store, forward, features, rows, n) if math else 0
+            allowed = visible(seen_at[..., start:last], asked_at[:, rows], features.window)
+            block, k, v = q[batch, heads, rows], keys[batch, kv, :last], values[batch, kv, :last]
+            if not math:
+                output[batch, heads, rows] = sdpa_block(block, k, v, allowed, features.scaling)
+                continue
+            output[batch, heads, rows], p = softmax_block(block, k, v, allowed, part, start)
             if mass is not None:
-                real = None if forward.real is None else forward.on("real", q.device)[:, rows]
-                mass[..., :last] += (p if real is None else p * real[:, None, None, :, None]).sum(3)
-        else:
-            output[:, :, rows] = sdpa_block(q[:, :, rows], k, v, allowed, features.scaling)
+                real = None if forward.real is None else forward.on("real", q.device)[batch, rows]
+                mass[batch, kv, :, :last] += (p if real is None else p * real[:, None, None, :, None]).sum(3)
     if mass is not None:
         compressor.add_mass(layer, mass)
     return output, None

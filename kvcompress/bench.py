@@ -52,6 +52,13 @@ CHECKS = (
     Check("decode", "decode per token, nothing evicted", "full", (4096, 8192), {4096: 0.90, 8192: 0.86}),
     Check("evicted", "decode per token, evicted to the budget", "evicting", (4096,), {4096: 0.60}),
     Check(
+        "floor",
+        "plain transformers itself on a prompt of the budget's length: no eviction gets lower",
+        "evicting",
+        (4096,),
+        {},
+    ),
+    Check(
         "compression", "window scorer's compression, share of plain prefill", "window", (4096,), {4096: 0.04}, "share"
     ),
     Check("mass", "prefill with attention mass, and compression", "mass", (4096,), {4096: 1.35}),
@@ -136,6 +143,7 @@ class Overhead:
             "prefill": self._prefill,
             "decode": self._decode,
             "evicted": self._decode,
+            "floor": self._floor,
             "compression": self._compression,
             "mass": self._prefill,
             "memory": self._memory,
@@ -208,6 +216,13 @@ class Overhead:
                 return self._decode_seconds(fork)
 
         return self._pairs(plain, ours)
+
+    def _floor(self, method: Method, length: int) -> Ratios:
+        """Plain on the few tokens that `method` would keep, to plain on all: the weights are read all the same."""
+        budget = method.budget if isinstance(method.budget, int) else round(method.budget * length)
+        caches = [self._plain_prefill(self._prompt(n))[0] for n in (length - self.tokens, max(1, min(budget, length)))]
+        full, short = (partial(copy.deepcopy, cache) for cache in caches)
+        return self._pairs(lambda: self._decode_seconds(full()), lambda: self._decode_seconds(short()))
 
     def _decode_seconds(self, cache: Any) -> float:
         """Seconds per token of greedy decoding on `cache`."""
