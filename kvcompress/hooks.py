@@ -234,8 +234,6 @@ class Hooks:
         else:
             added = real.sum(1)
             positions = torch.where(real, before[:, None] + real.long().cumsum(1) - 1, -1)
-            if cache.real is None and self._real is None and bool((added == 0).any()):
-                raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         self._note_columns(cache, real, batch, length)
         cache.real = before + added
         phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
@@ -324,6 +322,9 @@ class Hooks:
                 f"generate() got {ids.shape[1]} ids, but the cache has already seen {cache.get_seq_length()}: pass all "
                 "ids so far with the new ones at the end, or use session.append() and session.generate()"
             )
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not bool(mask.bool().any(1).all()):
+            raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         if cache is None:
             kwargs["cache"] = self.new_cache()
         return stock(*args, **kwargs)

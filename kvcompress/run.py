@@ -165,6 +165,10 @@ class Runner:
                 return Outcome(**named, status="done", record=found, note="finished before")
         if method.limited and isinstance(method.budget, int) and method.budget == 1:
             self.console.print("budget=1 is one token per head; no limit is budget=1.0", style="yellow", markup=False)
+        if method.budget_kind == "held_tokens" and not method.limited and method.parts().scorer is not None:
+            self.console.print(
+                "budget=1.0 evicts nothing; a share such as budget=0.25 does", style="yellow", markup=False
+            )
         kept = folder.rows(None if config.resume == "any" else source)
         try:
             folder.open(OmegaConf.to_yaml(config, resolve=True))

@@ -248,3 +248,26 @@ def test_a_cache_stays_with_its_model():
             two(ids[:, :1], cache=a.cache)
         with pytest.raises(ValueError, match="already being compressed"), compress(one.model, Full()):
             pass
+
+
+@torch.no_grad()
+def test_generate_in_chunks_takes_left_padded_rows():
+    """A first chunk that is all padding for a short row is no error; the row gets what it gets alone."""
+    model, ids = small_model(), random_ids(2, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :22] = 0
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "prefill_chunk_size": 8,
+    }
+    expected = model.generate(ids, attention_mask=mask, **options)
+    with compress(model, Full()):
+        assert torch.equal(model.generate(ids, attention_mask=mask, **options), expected)
+    with compress(model, SnapKV(budget=0.5, window=3)) as session:
+        model.generate(ids, attention_mask=mask, **options)
+        assert session.report()["active"]
+        with pytest.raises(ValueError, match="no real token"):
+            model.generate(ids, attention_mask=torch.zeros_like(ids), **options)
