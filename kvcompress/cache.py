@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcompress.compat import Cache, Rotation
-from kvcompress.layer import CompressedLayer, Forward, layer_bytes, storage_bytes
+from kvcompress.layer import CompressedLayer, Forward, layer_bytes, row_index, storage_bytes
 from kvcompress.parts import Codec
 
 Tensor = torch.Tensor
@@ -150,7 +150,7 @@ class CompressedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._rows(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+        self._rows(row_index(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)

@@ -17,7 +17,6 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
     get_layer_types_and_kwargs,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -53,6 +52,7 @@ __all__ = [
     "bound_arguments",
     "check_model",
     "foreign_attention",
+    "is_empty_dynamic",
     "layer_types",
     "max_positions",
     "new_layers",
@@ -245,8 +245,3 @@ def _fit(candidates: list[Rotation], before: Tensor, after: Tensor, layer: int, 
 def is_empty_dynamic(cache: Any) -> bool:
     """True for a cache that `generate` made and nothing was written to."""
     return isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
-
-
-def is_plain_layer(layer: Any) -> bool:
-    """True for a layer class that holds keys and values and grows."""
-    return isinstance(layer, DynamicLayer)

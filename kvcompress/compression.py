@@ -173,7 +173,7 @@ class Compressor:
             if forward.phase == "decode" or self.parts.allocator.scope == "layer":
                 self._compress(layer, rows, probabilities, features, forward, cache)
             else:
-                self._score_later(layer, rows, probabilities, features, forward, cache)
+                self._score_later(layer, probabilities, features, forward, cache)
 
     def _due(self, layer: CompressedLayer, cache: CompressedCache, forward: Forward) -> Tensor | None:
         """Rows to compress in this layer now, bool `[B]` on the CPU, or None."""
@@ -213,8 +213,7 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
-        scorer = self.parts.scorer
-        assert scorer is not None and cache.cap is not None
+        assert cache.cap is not None
         scores, positions = self._score(layer, probabilities, features, forward, cache)
         if forward.phase == "decode":
             assert layer.target is not None
@@ -332,16 +331,14 @@ class Compressor:
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
             assert layer.target is not None
-            layer.target = torch.where(
-                rows[:, None], wanted, layer.target
-            )  # in decode a head may grow to what it was given
+            # in decode a head may grow to what it was given
+            layer.target = torch.where(rows[:, None], wanted, layer.target)
 
     # ------------------------------------------------------------------ allocators that look at several layers
 
     def _score_later(
         self,
         layer: CompressedLayer,
-        rows: Tensor,
         probabilities: Tensor | None,
         features: Features,
         forward: Forward,

@@ -135,7 +135,7 @@ class CompressedLayer(CacheLayerMixin):
         self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select_rows(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+        self._select_rows(row_index(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store is not None:
@@ -233,6 +233,11 @@ class CompressedLayer(CacheLayerMixin):
         if cache is None:
             raise RuntimeError("the cache of this layer is gone")
         return cache
+
+
+def row_index(indices: Tensor) -> Tensor:
+    """Batch rows as numbers, from numbers or from a bool per row."""
+    return indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
 
 
 def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:

@@ -192,12 +192,10 @@ def hardware(device: Device = "cpu") -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    try:
+    with suppress(OSError):  # there on Linux only
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 

@@ -84,15 +84,14 @@ class Session(Hooks):
     def _streaming_chunk(self, limit: int) -> int:
         """The largest chunk that fits the model's positions beside what is held, for compact positions."""
         budget = self.method.budget
-        cap = budget if isinstance(budget, int) else limit // 2
         if isinstance(budget, float):
             raise ValueError(
                 f"a prompt longer than the model's {limit} positions needs a budget in tokens (an int) with compact "
                 f"positions; budget={budget} is a share"
             )
-        if cap >= limit:
-            raise ValueError(f"budget={cap} leaves no room for new tokens within the model's {limit} positions")
-        return limit - cap
+        if budget >= limit:
+            raise ValueError(f"budget={budget} leaves no room for new tokens within the model's {limit} positions")
+        return limit - budget
 
     @torch.no_grad()
     def append(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
