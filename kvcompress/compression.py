@@ -120,7 +120,7 @@ class Compressor:
         else:
             store.put("mass", store.get("mass") + mass)
 
-    def _remember_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
+    def remember_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
         """Keep the last W real queries of each row `[B, H, W, D]` and their positions `[B, W]`, newest last."""
         size = self.needs.window
         positions = forward.on("positions", q.device).expand(q.shape[0], -1).long()
@@ -163,13 +163,21 @@ class Compressor:
         # a decode step's own attention is known already, so a window of one needs no queries there
         beyond = schedule.every is not None and self.needs.window > 1
         if self.needs.window and (forward.phase == "prompt" or beyond):
-            self._remember_queries(layer, q, forward)
+            self.remember_queries(layer, q, forward)
         elif "queries" in layer.state:
             self._forget_queries(layer)
+        self.decide(layer, probabilities, features)
+
+    @torch.no_grad()
+    def decide(self, layer: CompressedLayer, probabilities: Tensor | None, features: Features) -> None:
+        """Score, allocate and apply in one layer that has observed this forward, if the schedule says so."""
+        cache = layer.holder()
+        assert isinstance(cache, CompressedCache) and cache.forward is not None
+        forward = cache.forward
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
-        with self.clock.running(q.device):
+        with self.clock.running(layer.device):
             if forward.phase == "decode" or self.parts.allocator.scope == "layer":
                 self._compress(layer, rows, probabilities, features, forward, cache)
             else:

@@ -279,14 +279,14 @@ class Hooks:
         try:
             if output is not None and all(layer.seen == cache.full_layers[0].seen for layer in cache.full_layers):
                 self.compressor.end_of_forward(cache)
-                self._note_moment(cache, forward)
+                self.note_moment(cache, forward)
         finally:
             cache.forward = None
             cache.broken = output is None
             self._inner_due = False
             cache.logits = cache.pending = None  # a session that ran this forward sets them again
 
-    def _note_moment(self, cache: CompressedCache, forward: Forward) -> None:
+    def note_moment(self, cache: CompressedCache, forward: Forward) -> None:
         if not cache.full_layers:
             return
         cache.kept_max = max(cache.kept_max, max(int(layer.counts.max()) for layer in cache.full_layers))

@@ -77,6 +77,7 @@ class CompressedLayer(CacheLayerMixin):
         self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
         self.evicted = 0
         self.group = 1  # query heads per KV head
+        self._borrowed: DenseStore | None = None  # another cache's slots, until own()
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done
 
     # ------------------------------------------------------------------ what transformers calls
@@ -226,6 +227,26 @@ class CompressedLayer(CacheLayerMixin):
         copy.state = {k: v.clone() for k, v in self.state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy
+
+    def borrow(self, other: CompressedLayer, mass: bool) -> None:
+        """Hold what `other` holds without a copy: what is kept of it is copied then, the rest by `own()`.
+
+        Args:
+            other: the same layer of another cache, which nothing was dropped from.
+            mass: with the attention mass that `other` has summed up.
+        """
+        store = other.held()
+        assert isinstance(store, DenseStore)
+        self.store = self._borrowed = store.borrow(n for n in store.channels if n != "mass" or mass)
+        self.seen, self.is_initialized, self.group = other.seen, True, other.group
+        self.device, self.dtype, self.full_width = other.device, other.dtype, other.full_width
+
+    def own(self) -> None:
+        """Copy what is still borrowed, as a prompt of this cache's own would have left it."""
+        if self._borrowed is not None and self.store is self._borrowed:
+            store = self._borrowed
+            self.store = DenseStore.of(store.channels, store.counts, grow=not self.holder().limited)
+        self._borrowed = None
 
     def holder(self) -> Holder:
         """The cache this layer belongs to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +17,9 @@ from kvcompress.hooks import Hooks
 from kvcompress.method import Method
 from kvcompress.parts import Prefilled
 
+if TYPE_CHECKING:
+    from kvcompress.shared import SharedPrefill
+
 Tensor = torch.Tensor
 
 
@@ -27,9 +30,12 @@ class Session(Hooks):
     `generate` say explicitly which phase a forward is.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto"):
+    def __init__(
+        self, model: PreTrainedModel, method: Method, kernel: str = "auto", shared: SharedPrefill | None = None
+    ):
         super().__init__(model, method, kernel)
         self.prefill_seconds = 0.0
+        self.shared = shared
 
     # ------------------------------------------------------------------ explicit phases
 
@@ -60,7 +66,10 @@ class Session(Hooks):
         self.compressor.clock = Clock()
         self.compressor.kernels.clear()
         start = time.perf_counter()
-        prefilled = self.compressor.parts.prefill.run(self, segments, mask)
+        if self.shared is not None and self.shared.serves(cache, segments, mask):
+            prefilled = self.shared.hand_over(self, cache)
+        else:
+            prefilled = self.compressor.parts.prefill.run(self, segments, mask)
         self._synchronise()
         self.prefill_seconds = time.perf_counter() - start
         self.compressor.end_of_prompt(cache)
@@ -256,12 +265,15 @@ class Session(Hooks):
         }
 
 
-def compress(model: PreTrainedModel, method: Method, kernel: str = "auto") -> Session:
+def compress(
+    model: PreTrainedModel, method: Method, kernel: str = "auto", shared: SharedPrefill | None = None
+) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
 
     Args:
         kernel: "auto" takes SDPA wherever no probabilities are wanted; "blockwise" takes the kernel that also yields
             attention mass everywhere, so that methods that need it and others can be compared on one kernel.
+        shared: a full prefill made before (`prefill_once`): a prompt of the same ids starts from it.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:
@@ -271,4 +283,4 @@ def compress(model: PreTrainedModel, method: Method, kernel: str = "auto") -> Se
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel)
+    return Session(model, method, kernel, shared)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 Tensor = torch.Tensor
@@ -129,6 +131,10 @@ class DenseStore:
         copy._counts, copy._appended = self.counts.clone(), 0
         copy.channels = {name: exact(value) for name, value in self.channels.items()}
         return copy
+
+    def borrow(self, names: Iterable[str]) -> DenseStore:
+        """The held slots of some channels without a copy: to be read, and kept from with `keep_slots`."""
+        return DenseStore({name: self.get(name) for name in names}, self.counts.clone())
 
 
 def gather_slots(value: Tensor, index: Tensor) -> Tensor:
