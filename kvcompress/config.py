@@ -21,6 +21,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvcompress import models
+from kvcompress.launcher.plugin import store_launcher
 from kvcompress.method import Allocator, Codec, Method, Prefill, Reader
 from kvcompress.methods import METHODS
 from kvcompress.task import Task
@@ -86,6 +87,7 @@ class RunConfig:
     limit: int | None = None
     kernel: str = "auto"
     resume: str = "auto"
+    dry: bool = False
     sweep: Any = field(default_factory=SweepConfig)
     logger: Any = field(default_factory=LoggerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
@@ -163,6 +165,7 @@ def register() -> None:
     for name in models.names():
         if "/" in name:
             register_model(name)
+    store_launcher()
 
 
 def register_model(name: str) -> None:

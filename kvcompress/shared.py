@@ -115,7 +115,7 @@ class SharedPrefill:
         at_once = compressor.parts.allocator.scope == "layer"
         for index, base in enumerate(self.cache.layers):
             layer = cache.layers[index]
-            if not isinstance(layer, CompressedLayer):
+            if not isinstance(layer, CompressedLayer) or not isinstance(base, CompressedLayer):
                 cache.layers[index] = self.cache.fork_other(index)
                 continue
             layer.borrow(base, compressor.needs.mass)
