@@ -9,6 +9,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from kvcompress import models, tracking
 from kvcompress.launcher.cell import Cell, Outcome, check_lengths
 from kvcompress.launcher.plan import Group
+from kvcompress.measure import without_peaks
 from kvcompress.session import compress
 from kvcompress.shared import SharedPrefill, prefill_once
 from kvcompress.task import Sample
@@ -166,8 +168,9 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
 
 def row(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
     """Run one sample of one cell: its line of `samples.jsonl`."""
+    peaks = nullcontext() if shared is None else without_peaks()
     # a session of its own: nothing leaks from sample to sample
-    with compress(loaded.model, cell.method, str(cell.config.kernel), shared) as session:
+    with compress(loaded.model, cell.method, str(cell.config.kernel), shared) as session, peaks:
         out = cell.task.run(session, sample)
     if shared is not None:
         out = without_times(out)
