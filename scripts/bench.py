@@ -3,6 +3,7 @@
 python scripts/bench.py overhead                              what the hook layer costs beside plain transformers
 python scripts/bench.py overhead --only prefill --pairs 21    one check, more pairs
 python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
+python scripts/bench.py sweep                                 what sharing prefills and decoding together saves
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    overhead = parser.add_subparsers(dest="command", required=True).add_parser(
-        "overhead", help="hook layer against plain"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    overhead = commands.add_parser("overhead", help="hook layer against plain")
     overhead.add_argument("--model", default="smollm2")
     overhead.add_argument("--dtype", default="float32")
     overhead.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto")
@@ -36,6 +36,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     overhead.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
     overhead.add_argument("--seed", type=int, default=0)
     overhead.add_argument("--json", type=Path, default=None, help="also write everything to this file")
+    sweep = commands.add_parser("sweep", help="cells one by one, with shared prefills, and decoded together")
+    sweep.add_argument("--model", default="smollm2")
+    sweep.add_argument("--methods", default="", help="comma-separated; default: six")
+    sweep.add_argument("--budgets", default="", help="comma-separated; default: four")
+    sweep.add_argument("--length", type=int, default=2000, help="tokens of a prompt")
+    sweep.add_argument("--new", type=int, default=16, help="tokens of an answer")
+    sweep.add_argument("--samples", type=int, default=1)
+    sweep.add_argument("--modes", default="", help="comma-separated; default: all")
+    sweep.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
+    sweep.add_argument("--json", type=Path, default=None, help="also write everything to this file")
     return parser.parse_args(arguments)
 
 
@@ -88,6 +98,39 @@ def overhead(args: argparse.Namespace) -> int:
     return 1 if any(row.missed for row in rows) else 0
 
 
+def sweep(args: argparse.Namespace) -> int:
+    import tempfile
+
+    from rich.console import Console
+
+    from kvcompress import measure
+    from kvcompress.sweep_bench import BUDGETS, METHODS, MODES, SweepBench
+
+    methods = args.methods.split(",") if args.methods else METHODS
+    budgets = [json.loads(budget) for budget in args.budgets.split(",")] if args.budgets else BUDGETS
+    modes = args.modes.split(",") if args.modes else list(MODES)
+    console, totals = Console(width=100), []
+    with measure.threads(args.threads) as threads, tempfile.TemporaryDirectory() as folder:
+        console.print(
+            f"{args.model} on {threads} threads: {len(methods)} methods x {len(budgets)} budgets, {args.samples} needle "
+            f"samples of {args.length} tokens, {args.new} new tokens",
+            highlight=False,
+        )
+        bench = SweepBench(Path(folder), args.model, methods, budgets, args.length, args.new, args.samples)
+        for total in bench.run(modes):
+            totals.append(total)
+            console.print(
+                f"{total.mode:16} {total.seconds:7.1f} s  {total.ratio:.3f} of {modes[0]}, "
+                f"{total.full:.1f} times one run of the full cache",
+                highlight=False,
+            )
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps({"settings": {**vars(args), "json": None}, "totals": [t.as_dict() for t in totals]})
+        )
+    return 0
+
+
 def table(rows: list[Row]) -> Table:
     """The rows as a table that fits 100 columns (narrower terminals wrap it), what each check compares below it."""
     from rich.box import SIMPLE
@@ -131,6 +174,6 @@ def write(args: argparse.Namespace, facts: dict, rows: list[Row]) -> None:
 if __name__ == "__main__":
     options = parse()
     try:
-        sys.exit(overhead(options))
+        sys.exit({"overhead": overhead, "sweep": sweep}[options.command](options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

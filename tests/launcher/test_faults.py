@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -10,10 +11,13 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 from sweeps import SHARED, cell, cells, forked, left, sweep
 
 from kvcompress import models, record
+from kvcompress.launcher.cell import Cell
 from kvcompress.launcher.lock import Lock, holder
+from kvcompress.measure import _resident as resident
 from kvcompress.methods import TOVA, SnapKV
 from kvcompress.run import Runner, summary
 
@@ -43,8 +47,6 @@ def test_a_fault_ends_its_own_cells_and_the_others_of_the_group_finish(tmp_path,
     by_method = {method: {o.status for o in outcomes if o.method == method} for method in ("full", "tova", "snapkv")}
     assert by_method == {"full": {"ok", "same"}, "tova": {status}, "snapkv": {"ok"}}
     assert text.count(f"{status} ") >= 2
-    from rich.console import Console
-
     assert summary(outcomes, Console(stderr=True, width=200)) == 1
     printed = capsys.readouterr().err
     assert printed.count(f"{status}: tova budget") == 2 and type(fault).__name__ in printed
@@ -191,8 +193,6 @@ def test_a_lock_is_held_by_one_process_and_free_once_that_is_killed(tmp_path):
 
 def test_a_cell_that_another_process_has_is_left_to_it(tmp_path):
     configs = cells(tmp_path, "snapkv,tova", "0.5")
-    from kvcompress.launcher.cell import Cell
-
     theirs = Cell(configs[0])
     assert theirs.claim() is None
     outcomes, text = sweep(configs)
@@ -204,8 +204,6 @@ def test_a_cell_that_another_process_has_is_left_to_it(tmp_path):
 
 def test_a_cell_that_failed_in_another_process_meanwhile_is_not_tried_twice(tmp_path, monkeypatch):
     configs = cells(tmp_path, "snapkv,tova", "0.5")
-    from kvcompress.launcher.cell import Cell
-
     waiting = [Cell(config) for config in configs]
     with monkeypatch.context() as patch:
         break_scorer(patch, SnapKV, ZeroDivisionError())
@@ -229,12 +227,7 @@ def test_a_results_folder_of_another_version_is_refused(tmp_path, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_number_of_cells(tmp_path):
-    import psutil
-
-    def resident():
-        return psutil.Process().memory_info().rss
-
-    runner = Runner(__import__("rich.console").console.Console(file=open(os.devnull, "w")))
+    runner = Runner(Console(file=io.StringIO()))
     configs = cells(tmp_path, "snapkv,tova,random,keydiff,h2o", "0.5,0.4,0.3,0.2,0.1,0.05")
     runner.sweep(configs[:3])
     after_3 = resident()

@@ -1,0 +1,121 @@
+"""What sharing saves: the same cells one by one, with shared prefills, and decoded together, in one process."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from rich.console import Console
+
+from kvcompress.config import register
+from kvcompress.measure import without_peaks
+from kvcompress.run import Options, Runner
+
+METHODS = ("snapkv", "pyramidkv", "adakv", "keydiff", "knorm", "random")
+BUDGETS = (0.5, 0.25, 0.1, 0.05)
+MODES: Mapping[str, Options] = {"one by one": Options(share=False), "shared prefill": Options()}
+
+
+@dataclass(frozen=True)
+class Total:
+    """Seconds that all cells took in one mode; `ratio` to one by one, `full` to a single cell of the full cache."""
+
+    mode: str
+    cells: int
+    samples: int
+    seconds: float
+    ratio: float
+    full: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class SweepBench:
+    """Needle samples of one length, methods × budgets, in each mode.
+
+    Memory peaks are not measured in any mode, so that what collecting garbage for them takes alone is not counted.
+
+    Args:
+        folder: for the records; empty.
+        model: a choice of the group `model`.
+        length: tokens of the prompt; `new`: generated at most; `samples`: of each cell.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str = "smollm2",
+        methods: Sequence[str] = METHODS,
+        budgets: Sequence[float | int] = BUDGETS,
+        length: int = 2000,
+        new: int = 16,
+        samples: int = 1,
+    ) -> None:
+        self.folder, self.model, self.methods, self.budgets = folder, model, methods, budgets
+        self.length, self.new, self.samples = length, new, samples
+        self.console = Console(file=io.StringIO())
+
+    def run(self, modes: Sequence[str] = tuple(MODES)) -> Iterator[Total]:
+        """One total per mode, one by one first.
+
+        Raises:
+            ValueError: a cell failed.
+        """
+        runner = Runner(self.console)
+        cells = [(method, budget) for method in self.methods for budget in self.budgets]
+        with without_peaks():
+            # the model is loaded, and everything has run once
+            self._sweep(runner, "warm", [("full", 1.0), *cells[:: len(self.budgets)]], Options(), length=600, new=2)
+            full = self._sweep(runner, "full", [("full", 1.0)], Options())
+            first = None
+            for mode in modes:
+                seconds = self._sweep(runner, mode, cells, MODES[mode])
+                first = seconds if first is None else first
+                yield Total(mode, len(cells), self.samples, seconds, seconds / first, seconds / full)
+
+    def _sweep(
+        self,
+        runner: Runner,
+        name: str,
+        cells: Sequence[tuple[str, float | int]],
+        options: Options,
+        length: int | None = None,
+        new: int | None = None,
+    ) -> float:
+        configs = list(self._configs(name.replace(" ", "-"), cells, length or self.length, new or self.new))
+        start = time.perf_counter()
+        outcomes = runner.sweep(configs, options)
+        seconds = time.perf_counter() - start
+        bad = [f"{outcome.method} {outcome.budget}: {outcome.note}" for outcome in outcomes if outcome.status != "ok"]
+        if bad:
+            raise ValueError(f"{name}: {'; '.join(bad)}")
+        return seconds
+
+    def _configs(
+        self, name: str, cells: Sequence[tuple[str, float | int]], length: int, new: int
+    ) -> Iterator[DictConfig]:
+        depths = [round((i + 0.5) / self.samples, 4) for i in range(self.samples)]
+        settings = [f"model={self.model}", f"task.lengths=[{length}]", f"task.depths={depths}".replace(" ", "")]
+        settings += [f"task.max_new_tokens={new}", f"paths.results={self.folder}", f"sweep.name={name}"]
+        with composing() as config:
+            for method, budget in cells:
+                yield config([*settings, "device=cpu", f"method={method}", f"budget={json.dumps(budget)}"])
+
+
+@contextmanager
+def composing() -> Iterator[Any]:
+    """A function that composes a cell from overrides."""
+    import kvcompress.conf
+
+    register()
+    with initialize_config_dir(str(Path(str(kvcompress.conf.__file__)).parent.resolve()), version_base="1.3"):
+        yield lambda overrides: compose("config", overrides)
