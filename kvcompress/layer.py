@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -247,6 +248,13 @@ class CompressedLayer(CacheLayerMixin):
             store = self._borrowed
             self.store = DenseStore.of(store.channels, store.counts, grow=not self.holder().limited)
         self._borrowed = None
+
+    def gather(self, others: Sequence[CompressedLayer]) -> None:
+        """Hold copies of what the same layer of other caches holds, their rows one after the other."""
+        first = others[0]
+        self.store = RaggedStore.of([other.held() for other in others], leave_out=("mass", "score"))
+        self.seen, self.is_initialized, self.group = max(o.seen for o in others), True, first.group
+        self.device, self.dtype, self.full_width = first.device, first.dtype, first.full_width
 
     def holder(self) -> Holder:
         """The cache this layer belongs to."""

@@ -36,7 +36,15 @@ KEYS = (
     *("kv.storage", "memory.prefill_peak", "memory.decode_peak"),
     *(key + end for key in TIMES for end in ("", ".q1", ".q3")),
     *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
-    *("protocol.hit_max_share", "protocol.shared", "protocol.pair", "versions.source", "notes", "error"),
+    *(
+        "protocol.hit_max_share",
+        "protocol.shared",
+        "protocol.decoding",
+        "protocol.pair",
+        "versions.source",
+        "notes",
+        "error",
+    ),
 )
 
 

@@ -27,9 +27,11 @@ class Options:
 
     Attributes:
         share: one prefill for all cells that can start from it.
+        together: cells that share a prefill decode as rows of one batch where they can.
     """
 
     share: bool = True
+    together: bool = True
 
 
 class Runner:
@@ -55,9 +57,10 @@ class Runner:
         Raises:
             KeyboardInterrupt: what is finished is on disk, and what was begun goes on where it stopped.
         """
+        options = options or Options()
         first = len(self.outcomes)
         cells = [cell for config in configs if (cell := self._cell(config)) is not None]
-        groups = group_cells(cells, options is None or options.share)
+        groups = group_cells(cells, options.share)
         if len(cells) > 1:
             self._explain(groups)
         if any(config.get("dry") for config in configs):
@@ -70,9 +73,9 @@ class Runner:
                 self._settled(cell.settle("refused", note=str(error)))
             return self.outcomes[first:]
         try:
-            busy = [group for group in groups if self._group(group)]
+            busy = [group for group in groups if self._group(group, options)]
             for group in busy:  # in the meantime the other process may have ended, or died
-                self._group(group, again=True)
+                self._group(group, options, again=True)
         finally:
             for cell in cells:
                 cell.release()
@@ -109,7 +112,7 @@ class Runner:
             text = f"{reason}: {', '.join(titles)} {'runs' if len(titles) == 1 else 'run'} alone"
             self.console.print(text, style="dim", highlight=False, markup=False)
 
-    def _group(self, group: Group, again: bool = False) -> bool:
+    def _group(self, group: Group, options: Options, again: bool = False) -> bool:
         """Run what there is to run of a group; True if another process has some of its cells."""
         busy = False
         for cell in group.cells:
@@ -125,7 +128,7 @@ class Runner:
             else:
                 self._settled(outcome)
         if any(cell.open for cell in group.cells):
-            Worker(self._load, self.console, self._settled).run(group)
+            Worker(self._load, self.console, self._settled, options.together).run(group)
         return busy
 
     def _warn(self, cell: Cell) -> None:

@@ -19,9 +19,17 @@ from kvcompress.config import register
 from kvcompress.measure import without_peaks
 from kvcompress.run import Options, Runner
 
-METHODS = ("snapkv", "pyramidkv", "adakv", "keydiff", "knorm", "random")
+METHODS = ("snapkv", "pyramidkv", "adakv", "knorm", "cake:decode=false", "random")
 BUDGETS = (0.5, 0.25, 0.1, 0.05)
-MODES: Mapping[str, Options] = {"one by one": Options(share=False), "shared prefill": Options()}
+MODES: Mapping[str, Options] = {
+    "one by one": Options(share=False),
+    "shared prefill": Options(together=False),
+    "decoded together": Options(),
+}
+    "one by one": Options(share=False),
+    "shared prefill": Options(together=False),
+    "decoded together": Options(),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class SweepBench:
     Args:
         folder: for the records; empty.
         model: a choice of the group `model`.
+        methods: names, with `:key=value` for settings of their own.
         length: tokens of the prompt; `new`: generated at most; `samples`: of each cell.
     """
 
@@ -108,7 +117,9 @@ class SweepBench:
         settings += [f"task.max_new_tokens={new}", f"paths.results={self.folder}", f"sweep.name={name}"]
         with composing() as config:
             for method, budget in cells:
-                yield config([*settings, "device=cpu", f"method={method}", f"budget={json.dumps(budget)}"])
+                name, *options = method.split(":")
+                chosen = [f"method={name}", f"budget={json.dumps(budget)}", *(f"method.{option}" for option in options)]
+                yield config([*settings, "device=cpu", *chosen])
 
 
 @contextmanager

@@ -25,12 +25,13 @@ class SharedLauncher(Launcher):
 
     Args:
         share: one prefill per sample for all cells that can start from it.
+        together: cells that share a prefill decode as rows of one batch where they can.
     """
 
     __module__ = NAMESPACE
 
-    def __init__(self, share: bool = True) -> None:
-        self.share = share
+    def __init__(self, share: bool = True, together: bool = True) -> None:
+        self.share, self.together = share, together
         self.config: DictConfig | None = None
         self.context: HydraContext | None = None
         self.sweep: Callable[..., Any] | None = None
@@ -59,7 +60,7 @@ class SharedLauncher(Launcher):
             with open_dict(config):
                 config.hydra.job.id = config.hydra.job.num = number
             returned.append(_composed(config))
-        self.sweep([job.cfg for job in returned], Options(share=self.share))
+        self.sweep([job.cfg for job in returned], Options(self.share, self.together))
         return returned
 
 
@@ -87,6 +88,7 @@ class SharedLauncherConfig:
 
     _target_: str = f"{NAMESPACE}.SharedLauncher"
     share: bool = True
+    together: bool = True
 
 
 def store_launcher() -> None:

@@ -11,20 +11,23 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcompress import models, tracking
 from kvcompress.launcher.cell import Cell, Outcome, check_lengths
 from kvcompress.launcher.plan import Group
+from kvcompress.layer import CompressedLayer
 from kvcompress.measure import without_peaks
 from kvcompress.session import compress
 from kvcompress.shared import SharedPrefill, prefill_once
-from kvcompress.task import Sample
+from kvcompress.task import Sample, Task
+from kvcompress.together import cannot_join, decode_together
 
 logger = logging.getLogger(__name__)
 TIMES = ("ttft_s", "prefill_s", "compress_s", "tpot_s", "prefill_peak", "decode_peak")
@@ -45,6 +48,7 @@ class Worker:
     Args:
         load: gives model and tokenizer for a configuration.
         settled: called with each cell's outcome as soon as it is known.
+        together: decode cells that share a prefill as rows of one batch where that can be done.
     """
 
     def __init__(
@@ -52,8 +56,9 @@ class Worker:
         load: Callable[[DictConfig], tuple[Any, Any]],
         console: Console,
         settled: Callable[[Outcome], object],
+        together: bool = True,
     ) -> None:
-        self.load, self.console, self.settled = load, console, settled
+        self.load, self.console, self.settled, self.together = load, console, settled, together
 
     def run(self, group: Group) -> None:
         """Run every cell that has no outcome yet, and give it one.
@@ -101,8 +106,11 @@ class Worker:
             for sample in loaded.samples:
                 due = [cell for cell in open_cells(group) if sample.id not in cell.done]
                 shared = self._prefill(group, loaded, sample) if group.shared and due else None
+                if shared is not None and self.together:
+                    self._together(due, loaded, sample, shared, partial(progress.advance, bar))
                 for cell in due:
-                    self._sample(cell, loaded, sample, shared, progress, bar)
+                    if cell.open and sample.id not in cell.done:
+                        self._sample(cell, loaded, sample, shared, partial(progress.advance, bar))
 
     def _prefill(self, group: Group, loaded: Loaded, sample: Sample) -> SharedPrefill | None:
         """The sample's prompt without eviction; None where that fails: each cell then runs its own."""
@@ -117,25 +125,61 @@ class Worker:
         release()
         return None
 
+    def _together(
+        self,
+        due: Sequence[Cell],
+        loaded: Loaded,
+        sample: Sample,
+        shared: SharedPrefill,
+        advance: Callable[[], object],
+    ) -> None:
+        """Run the sample for those cells whose decode steps can be rows of one batch."""
+        cells = [cell for cell in due if joins(cell, shared)]
+        if len(cells) < 2:
+            return
+        jobs = [(cell.method, partial(cell.task.run, sample=sample)) for cell in cells]
+        with without_peaks():
+            results, share = decode_together(loaded.model, jobs, shared, str(cells[0].config.kernel))
+        for cell, result in zip(cells, results, strict=True):
+            kind = "together" if share == 1.0 else f"together ({share:.0%} of steps)"
+            self._keep(cell, loaded, sample, advance, result, kind)
+
     def _sample(
         self,
         cell: Cell,
         loaded: Loaded,
         sample: Sample,
         shared: SharedPrefill | None,
-        progress: Progress,
-        bar: TaskID,
+        advance: Callable[[], object],
     ) -> None:
         try:
-            cell.folder.append(row(cell, loaded, sample, shared))
+            result: Any = run_sample(cell, loaded, sample, shared)
+        except Exception as fault:
+            result = fault
+        self._keep(cell, loaded, sample, advance, result, None if shared is None else "separate")
+
+    def _keep(
+        self,
+        cell: Cell,
+        loaded: Loaded,
+        sample: Sample,
+        advance: Callable[[], object],
+        result: Any,
+        decoding: str | None,
+    ) -> None:
+        """Write down what a sample's run returned, or the fault that ended it."""
+        try:
+            if isinstance(result, Exception):
+                raise result
+            cell.folder.append(row(cell, loaded, sample, result, decoding))
+            cell.done.add(sample.id)
+            advance()
+            return
         except Exception as fault:
             status = self._fail(cell, fault)
-            if status != "oom":
-                return
-        else:
-            progress.advance(bar)
-            return
-        release()  # out here the fault, and with it what the failed frames held, is gone
+        del result
+        if status == "oom":
+            release()
 
     def _fail(self, cell: Cell, fault: Exception) -> str:
         logger.debug("cell %s failed", cell.run_id, exc_info=fault)
@@ -166,13 +210,22 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
     return replace(sample, turns=turns)
 
 
-def row(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
-    """Run one sample of one cell: its line of `samples.jsonl`."""
+def joins(cell: Cell, shared: SharedPrefill) -> bool:
+    """True if this cell's decode steps can be rows of a batch: its task asks the session alone, its cache is ours."""
+    ours = all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers)
+    return ours and type(cell.task).run is Task.run and cannot_join(cell.method) is None
+
+
+def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
+    """What the task says of one sample, run in a session of its own: nothing leaks from sample to sample."""
     peaks = nullcontext() if shared is None else without_peaks()
-    # a session of its own: nothing leaks from sample to sample
     with compress(loaded.model, cell.method, str(cell.config.kernel), shared) as session, peaks:
-        out = cell.task.run(session, sample)
-    if shared is not None:
+        return cell.task.run(session, sample)
+
+
+def row(cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decoding: str | None) -> dict[str, Any]:
+    """One line of `samples.jsonl`; `decoding` says how tokens came to be if the prefill was shared."""
+    if decoding is not None:
         out = without_times(out)
     out["text"] = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
     scores = cell.task.score(sample, out)
@@ -184,9 +237,9 @@ def row(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None
         "score": scores["score"],
         "scores": scores,
         "references": [list(turn.references) for turn in sample.turns],
-        "protocol": dict(sample.protocol),
+        "protocol": dict(sample.protocol) | {"decoding": decoding or "separate"},
         "meta": dict(sample.meta),
-        "shared": shared is not None,
+        "shared": decoding is not None,
         "out": out,
     }
 

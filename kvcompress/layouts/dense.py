@@ -132,6 +132,19 @@ class DenseStore:
         copy.channels = {name: exact(value) for name, value in self.channels.items()}
         return copy
 
+    def pieces(self, name: str) -> list[Tensor]:
+        """The held slots of a channel per row and head, `[n, ...]` each, empty ones left out."""
+        batch, heads = self.counts.shape
+        value, positions = self.get(name), self.get("positions")
+        found = []
+        for b in range(batch):
+            for h in range(heads):
+                piece = value[b, h if value.shape[1] > 1 else 0]
+                if not self.full:
+                    piece = piece[positions[b, h if positions.shape[1] > 1 else 0] >= 0]
+                found.append(piece)
+        return found
+
     def borrow(self, names: Iterable[str]) -> DenseStore:
         """The held slots of some channels without a copy: to be read, and kept from with `keep_slots`."""
         return DenseStore({name: self.get(name) for name in names}, self.counts.clone())

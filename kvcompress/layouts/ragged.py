@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from kvcompress.layouts.dense import exact, headroom
+from kvcompress.layouts.dense import BLOCK, DenseStore, exact, headroom
 
 Tensor = torch.Tensor
 
@@ -23,6 +25,34 @@ class RaggedStore:
         self.channels = channels
         self.counts = counts
         self.capacities = counts.flatten().clone()
+
+    @classmethod
+    def of(cls, stores: Sequence[RaggedStore | DenseStore], leave_out: Sequence[str] = ()) -> RaggedStore:
+        """Copies of the held slots of several stores, their rows one after the other, with room to grow."""
+        store = cls({}, torch.cat([s.counts for s in stores]))
+        store.capacities = store.counts.flatten() + BLOCK
+        starts, total = store.starts.tolist(), int(store.capacities.sum())
+        for name in stores[0].channels:
+            if name in leave_out:
+                continue
+            pieces = [piece for s in stores for piece in s.pieces(name)]
+            flat = store.channels[name] = pieces[0].new_zeros((total, *pieces[0].shape[1:]))
+            for start, piece in zip(starts, pieces, strict=True):
+                flat[start : start + len(piece)] = piece
+        return store
+
+    def pieces(self, name: str) -> list[Tensor]:
+        """The held slots of a channel per row and head, `[n, ...]` each; views."""
+        return [self.channels[name][first:last] for first, last in self.segments()]
+
+    def part(self, row: int, after: Tensor, n: int) -> dict[str, Tensor]:
+        """`n` slots of one row's heads, those after the first `after [H]`: channels `[1, H, n, ...]`."""
+        heads = self.counts.shape[1]
+        firsts = [first + int(skip) for (first, _), skip in zip(self.segments()[row * heads :], after, strict=False)]
+        return {
+            name: torch.stack([flat[first : first + n] for first in firsts])[None]
+            for name, flat in self.channels.items()
+        }
 
     @property
     def length(self) -> int:

@@ -27,7 +27,7 @@ SHORT = (
     "paths.data=null",
     "sweep.name=test",
 )
-ALONE, SHARED = Options(share=False), Options()
+ALONE, SHARED, TOGETHER = Options(share=False), Options(together=False), Options()
 
 
 def cell(folder: Path, *overrides: str) -> Any:
