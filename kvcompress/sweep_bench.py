@@ -26,10 +26,6 @@ MODES: Mapping[str, Options] = {
     "shared prefill": Options(together=False),
     "decoded together": Options(),
 }
-    "one by one": Options(share=False),
-    "shared prefill": Options(together=False),
-    "decoded together": Options(),
-}
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,6 @@ class Batch:
 
     def step(self, asked: Sequence[tuple[Member, Tensor]]) -> list[Tensor]:
         """Logits `[1, V]` for each member's next token `[1, 1]`."""
-        self.steps += len(asked)
         members = [member for member, _ in asked]
         # rows that have ended ride along, while they are the fewer
         if not set(members) <= set(self.rows) or 2 * len(members) < len(self.rows):
@@ -184,7 +183,6 @@ class Batch:
                 self._gather(members)
         if not self.rows:
             return [members[0].solo(asked[0][1])]
-        self.together += len(asked)
         place = {member: row for row, member in enumerate(self.rows) if member is not None}
         device = self.model.device
         ids = torch.zeros(len(self.rows), 1, dtype=torch.long, device=device)
@@ -195,6 +193,7 @@ class Batch:
         self.host.cache = self.cache
         with torch.no_grad():
             logits = self.host.step(ids, None if bool(real.all()) else real)
+        self.together += len(asked)
         for member, _ in asked:
             self.lives[place[member]] += 1
             self._logits[place[member]] = logits[place[member]][None]
@@ -314,6 +313,7 @@ def _turns(batch: Batch, members: Sequence[Member]) -> None:
 
 
 def _step(batch: Batch, asked: Sequence[tuple[Member, Tensor]]) -> None:
+    batch.steps += len(asked)
     if not batch.broken:
         try:
             for (member, _), logits in zip(asked, batch.step(asked), strict=True):
