@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,9 @@ from kvcompress.config import check_overrides, register
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
 from kvcompress.launcher.dry import estimate
 from kvcompress.launcher.plan import Group, group_cells, note_cells
-from kvcompress.launcher.work import Worker, release
+from kvcompress.launcher.work import Options, Worker, release
 
 __all__ = ["Options", "Outcome", "Runner", "identity", "is_oom", "main", "pair_id", "release"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a launcher has its cells run.
-
-    Attributes:
-        share: one prefill for all cells that can start from it.
-        together: cells that share a prefill decode as rows of one batch where they can.
-    """
-
-    share: bool = True
-    together: bool = True
 
 
 class Runner:
@@ -128,7 +114,7 @@ class Runner:
             else:
                 self._settled(outcome)
         if any(cell.open for cell in group.cells):
-            Worker(self._load, self.console, self._settled, options.together).run(group)
+            Worker(self._load, self.console, self._settled, options).run(group)
         return busy
 
     def _warn(self, cell: Cell) -> None:

@@ -26,12 +26,19 @@ class SharedLauncher(Launcher):
     Args:
         share: one prefill per sample for all cells that can start from it.
         together: cells that share a prefill decode as rows of one batch where they can.
+        check: also decode each cell alone, and fail it where the tokens differ without a close call.
+        memory: GiB that the caches of a shared prefill and its cells may take; cells take turns to fit.
     """
 
     __module__ = NAMESPACE
 
-    def __init__(self, share: bool = True, together: bool = True) -> None:
-        self.share, self.together = share, together
+    def __init__(
+        self, share: bool = True, together: bool = True, check: bool = False, memory: float | None = None
+    ) -> None:
+        if memory is not None and not memory > 0:
+            raise ValueError(f"hydra.launcher.memory={memory}; GiB above 0, or null for no limit")
+        self.share, self.together, self.check = share, together, check
+        self.memory = None if memory is None else int(memory * 2**30)
         self.config: DictConfig | None = None
         self.context: HydraContext | None = None
         self.sweep: Callable[..., Any] | None = None
@@ -48,7 +55,7 @@ class SharedLauncher(Launcher):
         Raises:
             ValueError: there is none.
         """
-        from kvcompress.run import Options
+        from kvcompress.launcher.work import Options
 
         setup_globals()
         assert self.config is not None and self.context is not None and self.sweep is not None
@@ -60,7 +67,7 @@ class SharedLauncher(Launcher):
             with open_dict(config):
                 config.hydra.job.id = config.hydra.job.num = number
             returned.append(_composed(config))
-        self.sweep([job.cfg for job in returned], Options(self.share, self.together))
+        self.sweep([job.cfg for job in returned], Options(self.share, self.together, self.check, self.memory))
         return returned
 
 
@@ -89,6 +96,8 @@ class SharedLauncherConfig:
     _target_: str = f"{NAMESPACE}.SharedLauncher"
     share: bool = True
     together: bool = True
+    check: bool = False
+    memory: float | None = None
 
 
 def store_launcher() -> None:

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvcompress import models, tracking
 from kvcompress.launcher.cell import Cell, Outcome, check_lengths
+from kvcompress.launcher.check import Watched, difference
 from kvcompress.launcher.plan import Group
 from kvcompress.layer import CompressedLayer
 from kvcompress.measure import without_peaks
@@ -31,6 +32,23 @@ from kvcompress.together import cannot_join, decode_together
 
 logger = logging.getLogger(__name__)
 TIMES = ("ttft_s", "prefill_s", "compress_s", "tpot_s", "prefill_peak", "decode_peak")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a launcher has its cells run.
+
+    Attributes:
+        share: one prefill for all cells that can start from it.
+        together: cells that share a prefill decode as rows of one batch where they can.
+        check: also decode each cell alone, and fail it where the tokens differ without a close call.
+        memory: bytes that the caches of a shared prefill and its cells may take, None = no limit.
+    """
+
+    share: bool = True
+    together: bool = True
+    check: bool = False
+    memory: int | None = None
 
 
 @dataclass
@@ -48,7 +66,7 @@ class Worker:
     Args:
         load: gives model and tokenizer for a configuration.
         settled: called with each cell's outcome as soon as it is known.
-        together: decode cells that share a prefill as rows of one batch where that can be done.
+        how: what a launcher asks for.
     """
 
     def __init__(
@@ -56,9 +74,9 @@ class Worker:
         load: Callable[[DictConfig], tuple[Any, Any]],
         console: Console,
         settled: Callable[[Outcome], object],
-        together: bool = True,
+        how: Options,
     ) -> None:
-        self.load, self.console, self.settled, self.together = load, console, settled, together
+        self.load, self.console, self.settled, self.how = load, console, settled, how
 
     def run(self, group: Group) -> None:
         """Run every cell that has no outcome yet, and give it one.
@@ -106,7 +124,7 @@ class Worker:
             for sample in loaded.samples:
                 due = [cell for cell in open_cells(group) if sample.id not in cell.done]
                 shared = self._prefill(group, loaded, sample) if group.shared and due else None
-                if shared is not None and self.together:
+                if shared is not None and self.how.together:
                     self._together(due, loaded, sample, shared, partial(progress.advance, bar))
                 for cell in due:
                     if cell.open and sample.id not in cell.done:
@@ -137,12 +155,15 @@ class Worker:
         cells = [cell for cell in due if joins(cell, shared)]
         if len(cells) < 2:
             return
-        jobs = [(cell.method, partial(cell.task.run, sample=sample)) for cell in cells]
-        with without_peaks():
-            results, share = decode_together(loaded.model, jobs, shared, str(cells[0].config.kernel))
-        for cell, result in zip(cells, results, strict=True):
-            kind = "together" if share == 1.0 else f"together ({share:.0%} of steps)"
-            self._keep(cell, loaded, sample, advance, result, kind)
+        for turn in turns(cells, shared, self.how.memory):
+            jobs = [(cell.method, partial(cell.task.run, sample=sample)) for cell in turn]
+            with without_peaks():
+                results, share = decode_together(loaded.model, jobs, shared, str(turn[0].config.kernel))
+            for cell, result in zip(turn, results, strict=True):
+                kind = "separate" if share == 0.0 else "together" if share == 1.0 else "partly together"
+                if self.how.check and not isinstance(result, BaseException):
+                    result, kind = checked(cell, loaded, sample, shared, result), f"{kind}, checked"
+                self._keep(cell, loaded, sample, advance, result, kind)
 
     def _sample(
         self,
@@ -214,6 +235,42 @@ def joins(cell: Cell, shared: SharedPrefill) -> bool:
     """True if this cell's decode steps can be rows of a batch: its task asks the session alone, its cache is ours."""
     ours = all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers)
     return ours and type(cell.task).run is Task.run and cannot_join(cell.method) is None
+
+
+def turns(cells: Sequence[Cell], shared: SharedPrefill, memory: int | None) -> list[list[Cell]]:
+    """The cells in as many turns as it takes for the caches of each turn to fit beside the full one.
+
+    A cell holds what it keeps twice while it decodes with others: in its own cache, and in a row.
+    """
+    full, tokens = shared.cache.nbytes()["valid"], shared.ids.shape[1]
+    found: list[list[Cell]] = [[]]
+    room = left = None if memory is None else max(0, memory - full)
+    for cell in cells:
+        share = 1.0
+        if cell.method.limited:
+            share = min(
+                1.0, cell.method.budget if isinstance(cell.method.budget, float) else cell.method.budget / tokens
+            )
+        if left is not None and room is not None:
+            left -= round(2 * share * full)
+            if left < 0 and found[-1]:
+                found.append([])
+                left = room - round(2 * share * full)
+        found[-1].append(cell)
+    return found
+
+
+def checked(
+    cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill, together: dict[str, Any]
+) -> dict[str, Any] | Exception:
+    """The result of decoding together, if decoding alone gives the same; else the fault."""
+    try:
+        with Watched(loaded.model, cell.method, str(cell.config.kernel), shared) as session, without_peaks():
+            alone = cell.task.run(session, sample)
+        wrong = difference(alone, together, session.leads)
+        return together if wrong is None else ValueError(f"{sample.id}: {wrong}")
+    except Exception as fault:
+        return fault
 
 
 def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:

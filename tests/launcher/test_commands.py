@@ -11,9 +11,11 @@ from rich.console import Console
 from sweeps import SHARED, SHORT, TOGETHER, cell, cells, left, sweep
 
 from kvcompress import models, record
+from kvcompress.launcher import work
 from kvcompress.launcher.cell import Cell
+from kvcompress.launcher.check import difference
 from kvcompress.launcher.status import cells_of, show
-from kvcompress.run import main
+from kvcompress.run import Options, main
 
 
 def command(folder, *arguments):
@@ -135,3 +137,51 @@ def test_one_cell_alone_runs_as_it_always_did(tmp_path):
     (outcome,), _ = sweep([cell(tmp_path, "method=snapkv", "budget=0.5")], TOGETHER)
     assert outcome.record["protocol.shared"] is False and outcome.record["protocol.decoding"] == "separate"
     assert outcome.record["protocol.kernel"] == "sdpa"
+
+
+def test_check_mode_decodes_alone_as_well_and_fails_what_differs(tmp_path, monkeypatch):
+    check = Options(check=True)
+    outcomes, _ = sweep(cells(tmp_path / "good", "snapkv,knorm", "0.5,0.2"), check)
+    assert {o.status for o in outcomes} == {"ok"}
+    assert {o.record["protocol.decoding"] for o in outcomes} == {"together, checked"}
+    stock = work.decode_together
+
+    def wrong(*arguments):
+        results, share = stock(*arguments)
+        results[0]["tokens"][0][2] += 1
+        return results, share
+
+    monkeypatch.setattr(work, "decode_together", wrong)
+    outcomes, _ = sweep(cells(tmp_path / "bad", "snapkv,knorm", "0.5,0.2", "limit=1"), check)
+    assert sorted(o.status for o in outcomes) == ["failed", "ok", "ok", "ok"]
+    assert "answer 1, token 3: together not as alone" in next(o.note for o in outcomes if o.failed)
+
+
+@pytest.mark.parametrize(
+    "found, leads, wrong",
+    [
+        ([5, 6, 7], [1.0, 1.0, 1.0], None),
+        ([5, 9, 7], [1.0, 0.5, 1.0], "token 2"),
+        ([5, 9, 9], [1.0, 1e-4, 1.0], None),
+        ([5, 6], [1.0, 1.0, 0.5], "token 3"),
+        ([5, 6], [1.0, 1.0, 1e-4], None),
+    ],
+)
+def test_tokens_may_differ_from_a_close_call_on(found, leads, wrong):
+    alone = {"tokens": [[5, 6, 7]], "finished": ["length"]}
+    together = {"tokens": [found], "finished": ["length" if len(found) == 3 else "stop"]}
+    said = difference(alone, together, [leads])
+    assert said is None if wrong is None else wrong in said
+
+
+def test_cells_take_turns_where_memory_is_limited(tmp_path, monkeypatch):
+    made, stock = [], work.decode_together
+    monkeypatch.setattr(work, "decode_together", lambda *a: made.append(len(a[1])) or stock(*a))
+    configs = cells(tmp_path / "free", "snapkv,knorm,random", "0.5,0.25")
+    sweep(configs, TOGETHER)
+    assert made == [6, 6]
+    made.clear()
+    full = record.read_record(next((tmp_path / "free").glob("test/*/record.json")))["kv.bytes_full"]
+    sweep(cells(tmp_path / "tight", "snapkv,knorm,random", "0.5,0.25"), Options(memory=int(3.2 * full)))
+    assert len(made) > 2 and sum(made) == 12 and max(made) < 6
+    assert left(tmp_path / "free") == left(tmp_path / "tight")
