@@ -11,12 +11,14 @@ import difflib
 import functools
 import operator
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -166,6 +168,21 @@ def register() -> None:
         if "/" in name:
             register_model(name)
     store_launcher()
+
+
+def folder() -> Path:
+    """Where the yaml files lie."""
+    import kvcompress.conf
+
+    return Path(str(kvcompress.conf.__file__)).resolve().parent
+
+
+@contextmanager
+def composing() -> Iterator[Callable[[Sequence[str]], DictConfig]]:
+    """A function that composes a cell from command-line overrides, without a command line."""
+    register()
+    with initialize_config_dir(str(folder()), version_base="1.3"):
+        yield lambda overrides: compose("config", list(overrides))
 
 
 def register_model(name: str) -> None:

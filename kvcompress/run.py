@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvcompress import models, record
-from kvcompress.config import check_overrides, register
+from kvcompress.config import check_overrides, folder, register
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
 from kvcompress.launcher.dry import estimate
 from kvcompress.launcher.plan import Group, group_cells, note_cells
@@ -34,8 +34,17 @@ class Runner:
         """Run the cell `config` describes, or find that it is done. A fault is recorded, not raised."""
         return self.sweep([config])[-1]
 
-    def sweep(self, configs: Sequence[DictConfig], options: Options | None = None) -> list[Outcome]:
+    def sweep(
+        self,
+        configs: Sequence[DictConfig],
+        options: Options | None = None,
+        elsewhere: Callable[[list[list[int]]], Iterator[tuple[int, list[Outcome] | BaseException]]] | None = None,
+    ) -> list[Outcome]:
         """Run many cells, those that can share a prefill together. Faults are recorded, not raised.
+
+        Args:
+            elsewhere: runs groups, each a list of indices into `configs`, in other processes, and yields for each as it
+                ends its number and its outcomes or what became of the process.
 
         Returns:
             one outcome per configuration; in the order in which they were settled.
@@ -45,7 +54,8 @@ class Runner:
         """
         options = options or Options()
         first = len(self.outcomes)
-        cells = [cell for config in configs if (cell := self._cell(config)) is not None]
+        made = [self._cell(config) for config in configs]
+        cells = [cell for cell in made if cell is not None]
         groups = group_cells(cells, options.share)
         if len(cells) > 1:
             self._explain(groups)
@@ -58,6 +68,10 @@ class Runner:
             for cell in cells:
                 self._settled(cell.settle("refused", note=str(error)))
             return self.outcomes[first:]
+        if elsewhere is not None:
+            number = {id(cell): index for index, cell in enumerate(made) if cell is not None}
+            self._collect(groups, elsewhere([[number[id(cell)] for cell in group.cells] for group in groups]))
+            return self.outcomes[first:]
         try:
             busy = [group for group in groups if self._group(group, options)]
             for group in busy:  # in the meantime the other process may have ended, or died
@@ -66,6 +80,17 @@ class Runner:
             for cell in cells:
                 cell.release()
         return self.outcomes[first:]
+
+    def _collect(self, groups: Sequence[Group], ended: Iterator[tuple[int, list[Outcome] | BaseException]]) -> None:
+        """Outcomes of groups that other processes run; a process that died leaves its unfinished cells failed."""
+        for number, result in ended:
+            if isinstance(result, BaseException):
+                for cell in groups[number].cells:
+                    text = f"its process ended: {(str(result).strip().splitlines() or [type(result).__name__])[-1]}"
+                    self._settled(cell.look() or cell.settle("failed", note=f"{text}; the same command goes on"))
+            else:
+                for outcome in result:
+                    self._settled(outcome)
 
     def _cell(self, config: DictConfig) -> Cell | None:
         """The cell of a configuration, or None where it is refused or the same as an earlier one."""
@@ -163,11 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import hydra
     from transformers.utils import logging as transformers_logging
 
-    import kvcompress.conf
     from kvcompress.launcher.plugin import register_launcher
     from kvcompress.launcher.status import show
 
-    folder = Path(str(kvcompress.conf.__file__)).parent
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console = Console(stderr=True)
     asked = [argument.partition("=")[2] for argument in arguments if argument.startswith("status=")]
@@ -176,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     register()
     register_launcher()
     try:
-        check_overrides(arguments, folder)
+        check_overrides(arguments, folder())
     except ValueError as error:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 2
@@ -190,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupted = False
     before, sys.argv[1:] = sys.argv[1:], arguments
     try:
-        hydra.main(version_base="1.3", config_path=str(folder), config_name="config")(cell)()
+        hydra.main(version_base="1.3", config_path=str(folder()), config_name="config")(cell)()
     except KeyboardInterrupt:
         interrupted = True
         console.print("interrupted: what is finished is kept, the same command goes on from here", style="yellow")

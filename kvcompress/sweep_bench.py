@@ -6,16 +6,14 @@ import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from rich.console import Console
 
-from kvcompress.config import register
+from kvcompress.config import composing
 from kvcompress.measure import without_peaks
 from kvcompress.run import Options, Runner
 
@@ -30,14 +28,23 @@ MODES: Mapping[str, Options] = {
 
 @dataclass(frozen=True)
 class Total:
-    """Seconds that all cells took in one mode; `ratio` to one by one, `full` to a single cell of the full cache."""
+    """What all cells took in one mode.
+
+    Attributes:
+        seconds, cpu: by the clock, and of processor time, which hardly depends on what else a machine does.
+        ratio, cpu_ratio: to the first mode.
+        full, cpu_full: to a single cell of the full cache.
+    """
 
     mode: str
     cells: int
     samples: int
     seconds: float
+    cpu: float
     ratio: float
+    cpu_ratio: float
     full: float
+    cpu_full: float
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,9 +90,10 @@ class SweepBench:
             full = self._sweep(runner, "full", [("full", 1.0)], Options())
             first = None
             for mode in modes:
-                seconds = self._sweep(runner, mode, cells, MODES[mode])
-                first = seconds if first is None else first
-                yield Total(mode, len(cells), self.samples, seconds, seconds / first, seconds / full)
+                took = self._sweep(runner, mode, cells, MODES[mode])
+                first = took if first is None else first
+                ratios = [took[i] / base[i] for base in (first, full) for i in (0, 1)]
+                yield Total(mode, len(cells), self.samples, *took, *ratios)
 
     def _sweep(
         self,
@@ -95,15 +103,16 @@ class SweepBench:
         options: Options,
         length: int | None = None,
         new: int | None = None,
-    ) -> float:
+    ) -> tuple[float, float]:
+        """Seconds by the clock and of processor time."""
         configs = list(self._configs(name.replace(" ", "-"), cells, length or self.length, new or self.new))
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         outcomes = runner.sweep(configs, options)
-        seconds = time.perf_counter() - start
+        took = time.perf_counter() - start, time.process_time() - start_cpu
         bad = [f"{outcome.method} {outcome.budget}: {outcome.note}" for outcome in outcomes if outcome.status != "ok"]
         if bad:
             raise ValueError(f"{name}: {'; '.join(bad)}")
-        return seconds
+        return took
 
     def _configs(
         self, name: str, cells: Sequence[tuple[str, float | int]], length: int, new: int
@@ -116,13 +125,3 @@ class SweepBench:
                 name, *options = method.split(":")
                 chosen = [f"method={name}", f"budget={json.dumps(budget)}", *(f"method.{option}" for option in options)]
                 yield config([*settings, "device=cpu", *chosen])
-
-
-@contextmanager
-def composing() -> Iterator[Any]:
-    """A function that composes a cell from overrides."""
-    import kvcompress.conf
-
-    register()
-    with initialize_config_dir(str(Path(str(kvcompress.conf.__file__)).parent.resolve()), version_base="1.3"):
-        yield lambda overrides: compose("config", overrides)

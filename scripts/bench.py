@@ -109,7 +109,7 @@ def sweep(args: argparse.Namespace) -> int:
     methods = args.methods.split(",") if args.methods else METHODS
     budgets = [json.loads(budget) for budget in args.budgets.split(",")] if args.budgets else BUDGETS
     modes = args.modes.split(",") if args.modes else list(MODES)
-    console, totals = Console(width=100), []
+    console, totals = Console(width=140), []
     with measure.threads(args.threads) as threads, tempfile.TemporaryDirectory() as folder:
         console.print(
             f"{args.model} on {threads} threads: {len(methods)} methods x {len(budgets)} budgets, {args.samples} needle "
@@ -120,8 +120,8 @@ def sweep(args: argparse.Namespace) -> int:
         for total in bench.run(modes):
             totals.append(total)
             console.print(
-                f"{total.mode:16} {total.seconds:7.1f} s  {total.ratio:.3f} of {modes[0]}, "
-                f"{total.full:.1f} times one run of the full cache",
+                f"{total.mode:16} {total.seconds:7.1f} s, CPU {total.cpu:7.1f} s: {total.ratio:.3f} ({total.cpu_ratio:.3f}) "
+                f"of {modes[0]}; {total.full:.1f} ({total.cpu_full:.1f}) times one run of the full cache",
                 highlight=False,
             )
     if args.json is not None:

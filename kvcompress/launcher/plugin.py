@@ -6,7 +6,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -28,15 +28,30 @@ class SharedLauncher(Launcher):
         together: cells that share a prefill decode as rows of one batch where they can.
         check: also decode each cell alone, and fail it where the tokens differ without a close call.
         memory: GiB that the caches of a shared prefill and its cells may take; cells take turns to fit.
+        engine: joblib, submitit or ray: groups become jobs of it, `workers` at a time, with its own `settings`.
     """
 
     __module__ = NAMESPACE
 
     def __init__(
-        self, share: bool = True, together: bool = True, check: bool = False, memory: float | None = None
+        self,
+        share: bool = True,
+        together: bool = True,
+        check: bool = False,
+        memory: float | None = None,
+        engine: str | None = None,
+        workers: int = 2,
+        settings: Any = None,
     ) -> None:
         if memory is not None and not memory > 0:
             raise ValueError(f"hydra.launcher.memory={memory}; GiB above 0, or null for no limit")
+        from kvcompress.launcher.engines import ENGINES
+
+        if engine is not None and engine not in ENGINES:
+            raise ValueError(f"hydra.launcher.engine={engine!r}; valid: {', '.join(ENGINES)}, or null for this process")
+        if workers < 1:
+            raise ValueError(f"hydra.launcher.workers={workers}; at least 1")
+        self.engine, self.workers, self.settings = engine, workers, dict(settings or {})
         self.share, self.together, self.check = share, together, check
         self.memory = None if memory is None else int(memory * 2**30)
         self.config: DictConfig | None = None
@@ -55,6 +70,7 @@ class SharedLauncher(Launcher):
         Raises:
             ValueError: there is none.
         """
+        from kvcompress.launcher.engines import ENGINES, run_part
         from kvcompress.launcher.work import Options
 
         setup_globals()
@@ -67,7 +83,13 @@ class SharedLauncher(Launcher):
             with open_dict(config):
                 config.hydra.job.id = config.hydra.job.num = number
             returned.append(_composed(config))
-        self.sweep([job.cfg for job in returned], Options(self.share, self.together, self.check, self.memory))
+        how = Options(self.share, self.together, self.check, self.memory)
+
+        def elsewhere(groups: list[list[int]]) -> Any:
+            parts = [[list(job_overrides[cell]) for cell in group] for group in groups]
+            return ENGINES[str(self.engine)](run_part, parts, how, self.workers, self.settings)
+
+        self.sweep([job.cfg for job in returned], how, elsewhere if self.engine else None)
         return returned
 
 
@@ -98,6 +120,9 @@ class SharedLauncherConfig:
     together: bool = True
     check: bool = False
     memory: float | None = None
+    engine: str | None = None
+    workers: int = 2
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def store_launcher() -> None:
