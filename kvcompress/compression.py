@@ -6,56 +6,23 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
+from kvcompress.clock import Clock
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import DenseStore
 from kvcompress.method import LayerView, Method, Needs
 from kvcompress.observed import LayerObserved
+from kvcompress.passes import PassLayer
 from kvcompress.selection import lowest_slot, ranked, top_slots
 
 Tensor = torch.Tensor
 
 KERNELS = ("auto", "blockwise")
 MAX_HOLES = 16  # slots emptied in place, one per decode step, before a layer is compacted
-
-
-class Clock:
-    """Time spent deciding and applying, on the device's own clock on CUDA, so that nothing waits for it."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def running(self, device: torch.device) -> Iterator[None]:
-        """Count what is done inside."""
-        if device.type == "cuda":
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            yield
-            last.record()
-            self._events.append((first, last))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-
-    @property
-    def seconds(self) -> float:
-        """Seconds counted so far; waits for the device."""
-        for first, last in self._events:
-            last.synchronize()
-            self._seconds += first.elapsed_time(last) / 1e3
-        self._events.clear()
-        return self._seconds
 
 
 class Compressor:
@@ -71,7 +38,7 @@ class Compressor:
         self.limited = method.limited and self.parts.scorer is not None
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
         self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
-        for name in ("hidden", "prerope", "extra_passes"):
+        for name in ("hidden", "prerope"):
             if getattr(self.needs, name):
                 raise ValueError(
                     f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
@@ -160,16 +127,32 @@ class Compressor:
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
+        if isinstance(layer, PassLayer):
+            layer.observe(q, features, forward)
+            return
         # a decode step's own attention is known already, so a window of one needs no queries there
         beyond = schedule.every is not None and self.needs.window > 1
         if self.needs.window and (forward.phase == "prompt" or beyond):
             self._remember_queries(layer, q, forward)
         elif "queries" in layer.state:
             self._forget_queries(layer)
+        if forward.passes:  # their attention is part of the decision
+            forward.deferred[layer.index] = features
+        else:
+            self._decide(layer, probabilities, features, forward, cache)
+
+    def _decide(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
-        with self.clock.running(q.device):
+        with self.clock.running(layer.positions().device):
             if forward.phase == "decode" or self.parts.allocator.scope == "layer":
                 self._compress(layer, rows, probabilities, features, forward, cache)
             else:
@@ -369,7 +352,12 @@ class Compressor:
     def end_of_forward(self, cache: CompressedCache) -> None:
         """Called when all layers have run: allocators that needed all scores decide now."""
         forward = cache.forward
-        if not self.limited or forward is None or forward.phase != "prompt" or self.parts.allocator.scope == "layer":
+        if not self.limited or forward is None or forward.phase != "prompt":
+            return
+        for layer in cache.full_layers:
+            if layer.index in forward.deferred:
+                self._decide(layer, None, forward.deferred[layer.index], forward, cache)
+        if self.parts.allocator.scope == "layer":
             return
         with self.clock.running(cache.full_layers[-1].device):
             if self.parts.allocator.scope == "all":

@@ -10,9 +10,11 @@ import torch
 
 from kvcompress.compat import CacheLayerMixin, Rotation
 from kvcompress.layouts import DenseStore, RaggedStore, Store, keep_slots
-from kvcompress.parts import Codec, State
+from kvcompress.parts import Codec, Pass, State
 
 Tensor = torch.Tensor
+
+BESIDE = ("positions", "mass", "score", "passes")  # channels that are not the codec's
 
 
 @dataclass
@@ -20,12 +22,13 @@ class Forward:
     """One forward through the model, as the cache's layers see it.
 
     Attributes:
-        phase: "prompt" (compress when it ends), "append" (attend and store) or "decode".
+        phase: "prompt" (compress when it ends), "append" (attend and store), "decode", or "pass" (observe, not store).
         length: new columns.
         real: bool `[B, length]` on the CPU, None if every new column is a real token.
         positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
         added: LongTensor `[B]` on the CPU, real tokens per row.
         rotated: `[B or 1, length]`, the position ids by which the model rotates.
+        passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
     """
 
     phase: str
@@ -34,6 +37,8 @@ class Forward:
     positions: Tensor
     added: Tensor
     rotated: Tensor
+    passes: list[tuple[int, Pass]] = field(default_factory=list)
+    deferred: dict[int, Any] = field(default_factory=dict)
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def on(self, name: str, device: torch.device) -> Tensor:
@@ -181,7 +186,7 @@ class CompressedLayer(CacheLayerMixin):
             return self.fresh
         cache = self.holder()
         store = self.held()
-        names = [n for n in store.channels if n not in ("positions", "mass", "score")]
+        names = [n for n in store.channels if n not in BESIDE]
         keys, values = cache.codec.decode({name: store.get(name) for name in names})
         rotation = cache.rotation(self.index)
         return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
@@ -247,7 +252,7 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     found = dict.fromkeys(["keys_values", "positions", "scores", "index", "allocated", "full"], 0)
     for name, value in store.channels.items():
         allocated = storage_bytes(value)
-        if name in ("mass", "score"):
+        if name in BESIDE and name != "positions":
             found["scores"] += allocated
             continue
         found["allocated"] += allocated

@@ -49,3 +49,10 @@ class LayerObserved(Observed):
         if "mass" not in store.channels:
             raise ValueError("the scorer asks for attention mass it did not declare in `needs`")
         return store.get("mass").transpose(2, 3)
+
+    @property
+    def passes(self) -> Tensor:
+        store, shape = self.layer.held(), self.view.positions.shape
+        if "passes" not in store.channels:
+            return torch.zeros(shape, device=self.positions.device)
+        return store.get("passes").squeeze(-1)

@@ -26,7 +26,8 @@ class Needs:
     Attributes:
         window: attention of the last `window` real queries over all held keys.
         mass: attention mass per key, summed over all queries so far.
-        hidden, prerope, extra_passes: served by later parts of the library; a session refuses them by name today.
+        hidden, prerope: served by later parts of the library; a session refuses them by name today.
+        extra_passes: 1 if inputs of `Scorer.passes` are to be run when a prompt is in.
     """
 
     window: int = 0
@@ -100,6 +101,27 @@ class Observed(ABC):
     def mass(self) -> Tensor:
         """Attention mass per key and query head `[B, H_kv, G, P]`, summed over all queries that saw the key."""
 
+    @property
+    def passes(self) -> Tensor:
+        """Strongest attention per key in the extra passes `[B, H_kv, P]`, 0 where none has observed the key."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One extra input of one row.
+
+    Attributes:
+        ids: LongTensor `[m]`, run behind all that the row holds.
+        first, last: tokens `first` to `last - 1` of the row are observed: the strongest attention each key gets.
+        beside: keys of the first tokens that share the softmax with these and the pass's own.
+    """
+
+    ids: Tensor
+    first: int
+    last: int
+    beside: int = 0
+
 
 State = dict[str, Tensor]
 """Per-layer tensors a scorer keeps between calls; dim 0 is the batch row. Forked, reordered and selected with it."""
@@ -131,8 +153,14 @@ class Scorer(ABC):
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         """Scores `[B, H_kv, P]` float32, higher is kept; values at empty slots are ignored."""
 
-    def passes(self, ids: Tensor, tokenizer: Any) -> Iterable[Tensor]:
-        """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default."""
+    def passes(self, ids: Tensor, tokenizer: Any, first: int = 0) -> Iterable[Pass]:
+        """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default.
+
+        Args:
+            ids: LongTensor `[n]` on the CPU, all real tokens of one row so far.
+            tokenizer: the model's.
+            first: tokens before it had their passes when an earlier prompt or chunk ended.
+        """
         return ()
 
 
