@@ -113,7 +113,8 @@ class CompressedLayer(CacheLayerMixin):
             self.full_width = heads * (key_states.shape[3] + value_states.shape[3]) * key_states.element_size()
             self.store = DenseStore.of(new, forward.added[:, None].expand(-1, heads).clone(), grow=not cache.limited)
         else:
-            self.store.append(new, forward.real, forward.added)
+            evicted_next = cache.limited and forward.phase in ("prompt", "pass")
+            self.store.append(new, forward.real, forward.added, grow=not evicted_next)
         self.seen += key_states.shape[2]
         if isinstance(self.store, DenseStore) and cache.codec.name == "plain" and rotation is None:
             # views of the buffer, so that the caller's own tensors can be freed
