@@ -37,8 +37,7 @@ class RepetitionScorer(Scorer):
 
     def passes(self, ids: Tensor, tokenizer: Any, first: int = 0) -> Iterable[Pass]:
         opening, closing = turn(tokenizer, self.answer)
-        words = ids[: len(opening)].tolist()
-        fixed = max(self.sinks, len(opening)) if words == opening else self.sinks
+        fixed = max(self.sinks, len(opening)) if ids[: len(opening)].tolist() == opening else self.sinks
         for at in range(max(first, fixed), len(ids), self.chunk):
             last = min(at + self.chunk, len(ids))
             if at == fixed:
@@ -48,9 +47,8 @@ class RepetitionScorer(Scorer):
             yield Pass(torch.cat([torch.tensor(asked + closing, dtype=torch.long), ids[at:last]]), at, last, fixed)
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
-        strongest = observed.passes
         age = (view.positions + 1) / view.real.to(view.positions.device)[:, None, None]
-        return torch.where(strongest > 0, strongest, 1 + age.float())
+        return torch.where(observed.passes > 0, observed.passes, 1 + age.float())
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -89,8 +87,8 @@ class Global(Allocator):
         free = (total - protected.sum((1, 2))).clamp(min=0).to(device)
         take = torch.arange(flat.shape[1], device=device) < free[:, None]
         chosen = torch.zeros_like(take).scatter_(1, order, take) & (flat > float("-inf"))
-        sizes = [s.shape[1] * s.shape[2] for s in scores]
-        hits = [part.view(s.shape).sum(-1).cpu() for part, s in zip(chosen.split(sizes, 1), scores, strict=True)]
+        parts = chosen.split([s[0].numel() for s in scores], 1)
+        hits = [part.view(s.shape).sum(-1).cpu() for part, s in zip(parts, scores, strict=True)]
         counts = torch.stack(hits, 1) + protected
         for row in (total >= held.sum((1, 2))).nonzero().squeeze(1).tolist():  # everything stays, with room to grow
             rest = evenly(int(total[row] - held[row].sum()), held[row].numel())
@@ -110,11 +108,11 @@ class Global(Allocator):
 class KVzip(Method):
     """Keep what the model needs to repeat the context, whatever will be asked of it (paper section 3), at prompt end.
 
-    The context is repeated in chunks, each in an extra pass over the un-evicted cache: two to three times the work of
-    the prefill, counted as compression. The softmax of a chunk's scores runs over its own keys, the fixed opening and
-    the repetition, as in the released code, but in float32, and totals are exact (the code keeps what lies above a
-    threshold, one pair fewer or, with ties, several). A chunk of a chunked prefill is repeated when it ends, against
-    what is held then, and keeps its scores; a later turn is repeated with the answers before it.
+    Each chunk of the context is repeated in an extra pass over the un-evicted cache: two to three times the prefill's
+    work, counted as compression. The softmax of its scores runs over its own keys, the fixed opening and the
+    repetition, as in the released code, but in float32, and totals are exact (the code keeps what lies above a
+    threshold, one pair fewer, with ties several). A chunk of a chunked prefill is repeated when it ends, against what
+    is held then, and keeps its scores; a later turn is repeated with the answers before it.
 
     Attributes:
         chunk: tokens repeated per pass: 2,000, in kvpress 2,048.
@@ -143,9 +141,9 @@ class KVzip(Method):
 
     def check(self) -> None:
         assert self.chunk is not None
-        for name, least in (("chunk", 1), ("postfix", 0), ("sinks", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}; at least {least}")
+        for name, value, least in (("chunk", self.chunk, 1), ("postfix", self.postfix, 0), ("sinks", self.sinks, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value}; at least {least}")
         if self.level not in ("pair", "layer", "uniform"):
             raise ValueError(f"level={self.level!r}; valid: pair, layer, uniform")
 

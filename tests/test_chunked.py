@@ -14,6 +14,7 @@ from small_models import left_padded, random_ids, small_model
 from kvcompress import compress
 from kvcompress.bench_chunked import compare, held_bytes
 from kvcompress.layouts import DENSE_WASTE
+from kvcompress.measure import PeakMemory
 from kvcompress.method import Chunked, OneShot
 
 BUDGET, CHUNK = 24, 16
@@ -54,6 +55,20 @@ def test_without_a_limit_chunks_change_nothing(name):
             found.append((logits, all_held(session), session.generate(5).tokens))
     assert (found[0][0] - found[1][0]).abs().max() <= 1e-5
     assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SnapKV", "H2O"])
+def test_a_prompt_four_times_as_long_fits_where_one_at_once_does(name):
+    """Peak memory of 8,192 tokens in chunks stays below that of 2,048 at once, with the same budget."""
+    model = small_model(hidden_size=512, head_dim=64, intermediate_size=1024, groups=1, max_position_embeddings=8192)
+    growth = []
+    for length, prefill in ((2048, OneShot()), (8192, Chunked(256))):
+        with compress(model, make(name, 256, prefill=prefill)) as session, PeakMemory() as memory:
+            session.prefill(random_ids(1, length))
+        growth.append(memory.growth)
+    assert growth[0] > 20 << 20, "enough to measure"
+    assert growth[1] < growth[0]
 
 
 @pytest.mark.parametrize("name", ["SnapKV", "KVzip"])
