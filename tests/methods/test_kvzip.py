@@ -16,7 +16,10 @@ from kvcompress import compress
 from kvcompress.kernels import blockwise
 from kvcompress.method import Chunked, Schedule
 from kvcompress.methods import H2O, KVzip
+from kvcompress.methods.adakv import Ada
+from kvcompress.methods.cake import Preference
 from kvcompress.methods.kvzip import Global, turn
+from kvcompress.methods.pyramidkv import Pyramid
 from kvcompress.models import load
 from kvcompress.random_models import byte_tokenizer
 
@@ -348,6 +351,17 @@ def test_the_global_threshold_is_exact_and_empties_no_head():
         counts = torch.cat(allocate(scores, total), 1)[0]
         assert counts.sum() == total and counts.min() >= 1 and counts[:2].min() >= 2
     assert allocate(scores, 20)[1][0, 1] == 1
+
+
+@pytest.mark.parametrize("allocator", [Ada(), Pyramid(), Preference(window=3)])
+def test_any_allocator_takes_its_scores(allocator):
+    """Allocators of a layer, a cascade and all layers decide when the passes have run; sinks are always kept."""
+    ids, mask = left_padded([40, 23])
+    with compress(small_model(groups=1), KVzip(budget=10, allocator=allocator, **OPTIONS)) as session:
+        session.prefill(ids, attention_mask=mask)
+        assert session.cache.kept_tokens().sum((0, 2)).tolist() == [120, 120]
+        assert all(kept[:2] == [0, 1] for rows in all_held(session).values() for row in rows for kept in row)
+        assert len(session.generate(4).tokens[0]) == 4
 
 
 def test_any_scorer_takes_the_global_allocator():
