@@ -61,6 +61,8 @@ class Hooks:
         self._rotations = (
             compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
         )
+        if self.compressor.needs.prerope:
+            self.compressor.rotations = self._rotations or compat.rotations(self.model)
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
         before = self.model.config._attn_implementation

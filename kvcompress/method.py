@@ -80,6 +80,10 @@ ILLEGAL: list[tuple[str, Any]] = [
         lambda m, p: m.compact_positions and not p.reader.reads_all,
     ),
     (
+        "compact positions rotate queries anew, so that they cannot be seen before rotation",
+        lambda m, p: m.compact_positions and (p.allocator.needs.prerope or (p.scorer and p.scorer.needs.prerope)),
+    ),
+    (
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
         lambda m, p: m.compact_positions and p.codec.name != "plain",
     ),
