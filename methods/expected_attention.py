@@ -90,6 +90,12 @@ class ExpectedAttention(Method):
             with 512, from the queries of the last 256 tokens; here all queries since the prompt began count.
     """
 
+    family = "expected attention"
+    keeps = "tokens that queries to come are expected to attend to, and sinks"
+    reads = "keys, values"
+    source = "arXiv 2510.00636; kvpress"
+    differences = "float32; the model's own scaling of logits; in decode all queries count, not the last 256"
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"epsilon": 0.0},
         "code": {"epsilon": 0.0},
