@@ -98,9 +98,9 @@ class QueryMoments(Scorer):
 
     def observe(self, view: LayerView, observed: Observed, state: State) -> None:
         queries, positions = observed.queries
-        queries = queries * (positions >= 0)[:, None, None, :, None]
+        queries = queries * (positions >= 0)[:, None, None, :, None]  # padding counts for nothing
         for name, new in (("sum", queries.sum(-2)), ("square", queries.transpose(-1, -2) @ queries)):
-            state[name] = state[name] + new.double() if name in state else new.double()
+            state[name] = state[name] + new.cpu().double() if name in state else new.cpu().double()
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         return torch.zeros(view.positions.shape, device=view.positions.device)
