@@ -11,11 +11,12 @@ import torch
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
+from kvcompress.compat import Rotation
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import DenseStore
-from kvcompress.method import LayerView, Method, Needs
-from kvcompress.observed import LayerObserved
+from kvcompress.method import LayerView, Method, Needs, Scorer
+from kvcompress.observed import LayerObserved, remember_queries
 from kvcompress.passes import PassLayer
 from kvcompress.selection import lowest_slot, ranked, top_slots
 
@@ -38,7 +39,9 @@ class Compressor:
         self.limited = method.limited and self.parts.scorer is not None
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
         self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
-        for name in ("hidden", "prerope"):
+        self.observing = self.parts.scorer is not None and type(self.parts.scorer).observe is not Scorer.observe
+        self.rotations: list[Rotation] | None = None  # given by the session where parts need `prerope`
+        for name in ("hidden",):
             if getattr(self.needs, name):
                 raise ValueError(
                     f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
@@ -87,33 +90,36 @@ class Compressor:
         else:
             store.put("mass", store.get("mass") + mass)
 
-    def _remember_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
-        """Keep the last W real queries of each row `[B, H, W, D]` and their positions `[B, W]`, newest last."""
-        size = self.needs.window
-        positions = forward.on("positions", q.device).expand(q.shape[0], -1).long()
-        if "queries" in layer.state:
-            q = torch.cat([layer.state["queries"], q[:, :, -size:] if forward.real is None else q], dim=2)
-            new = positions[:, -size:] if forward.real is None else positions
-            positions = torch.cat([layer.state["query_positions"], new], dim=1)
-        if forward.real is None and "queries" not in layer.state:
-            q, positions = q[:, :, -size:], positions[:, -size:]
-        elif positions.shape[1] > size or bool((positions < 0).any()):
-            # real queries to the right, in order: the last W columns are then the last W real ones
-            order = torch.sort((positions >= 0).to(torch.uint8), dim=1, stable=True).indices[:, -size:]
-            positions = positions.gather(1, order)
-            q = q.gather(2, order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-        layer.state["queries"], layer.state["query_positions"] = q.clone(), positions.clone()
-
     @staticmethod
     def _forget_queries(layer: CompressedLayer) -> None:
         for name in ("queries", "query_positions"):
             layer.state.pop(name, None)
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
-        """Called when a prompt with all its chunks is in: its queries are only of use to a decode schedule."""
+        """Called when a prompt with all its chunks is in: what was seen of it is only of use to a decode schedule."""
         if self.parts.schedule.every is None or self.needs.window == 1:
             for layer in cache.full_layers:
                 self._forget_queries(layer)
+        if self.parts.schedule.every is None:
+            for layer in cache.full_layers:
+                self._forget_prompt(layer)
+
+    def _forget_prompt(self, layer: CompressedLayer) -> None:
+        for name in self.parts.scorer.prompt_state if self.parts.scorer else ():
+            layer.state.pop(name, None)
+
+    def _observe(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
+        """Show the scorer this forward."""
+        assert self.parts.scorer is not None
+        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
+        self.parts.scorer.observe(view, observed, layer.state)
 
     # ------------------------------------------------------------------ deciding and applying
 
@@ -133,13 +139,23 @@ class Compressor:
         # a decode step's own attention is known already, so a window of one needs no queries there
         beyond = schedule.every is not None and self.needs.window > 1
         if self.needs.window and (forward.phase == "prompt" or beyond):
-            self._remember_queries(layer, q, forward)
+            remember_queries(layer, q, forward, self.needs.window)
         elif "queries" in layer.state:
             self._forget_queries(layer)
-        if forward.passes:  # their attention is part of the decision
-            forward.deferred[layer.index] = features
-        else:
-            self._decide(layer, probabilities, features, forward, cache)
+        layer.queries = q
+        try:
+            if self.observing:
+                if forward.phase == "prompt" or schedule.every is not None:
+                    with self.clock.running(q.device):
+                        self._observe(layer, probabilities, features, forward, cache)
+                else:
+                    self._forget_prompt(layer)
+            if forward.passes:  # their attention is part of the decision
+                forward.deferred[layer.index] = features
+            else:
+                self._decide(layer, probabilities, features, forward, cache)
+        finally:
+            layer.queries = None
 
     def _decide(
         self,
@@ -233,9 +249,8 @@ class Compressor:
     ) -> tuple[Tensor, Tensor]:
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
-        positions = layer.positions()
-        view = self._view(layer, positions, forward.phase, self._kept(cache))
-        observed = LayerObserved(layer, view, positions, probabilities, features, forward)
+        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
+        positions = observed.positions
         scores = scorer.score(view, observed, layer.state)
         if scores.shape != view.positions.shape or scores.dtype != torch.float32:
             raise ValueError(
@@ -245,6 +260,20 @@ class Compressor:
         if forward.phase == "prompt":
             layer.stat = self.parts.allocator.stat(view, observed)
         return scores, positions
+
+    def _shown_layer(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> tuple[LayerView, LayerObserved]:
+        """What a scorer sees of a layer."""
+        positions = layer.positions()
+        view = self._view(layer, positions, forward.phase, self._kept(cache))
+        rotation = None if self.rotations is None else self.rotations[layer.index]
+        return view, LayerObserved(layer, view, positions, probabilities, features, forward, rotation)
 
     @staticmethod
     def _kept(cache: CompressedCache) -> Tensor:

@@ -35,6 +35,7 @@ class Hooks:
         compat.check_model(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
+        method = method.bind(model)
         self.model, self.method = model, method
         types = compat.layer_types(model)
         self.full_layers = [i for i, kind in enumerate(types) if kind == "full_attention"]
@@ -67,6 +68,8 @@ class Hooks:
         self._rotations = (
             compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
         )
+        if self.compressor.needs.prerope:
+            self.compressor.rotations = self._rotations or compat.rotations(self.model)
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
         before = self.model.config._attn_implementation

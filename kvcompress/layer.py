@@ -82,6 +82,7 @@ class CompressedLayer(CacheLayerMixin):
         self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
         self.evicted = 0
         self.group = 1  # query heads per KV head
+        self.queries: Tensor | None = None  # [B, H, n, D] of this forward, while it is looked at
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done
 
     # ------------------------------------------------------------------ what transformers calls
