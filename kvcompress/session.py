@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvcompress import compat
 from kvcompress.cache import CompressedCache
-from kvcompress.compression import Clock
+from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
 from kvcompress.method import Method
@@ -31,9 +31,14 @@ class Session(Hooks):
     """
 
     def __init__(
-        self, model: PreTrainedModel, method: Method, kernel: str = "auto", shared: SharedPrefill | None = None
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        kernel: str = "auto",
+        tokenizer: Any = None,
+        shared: SharedPrefill | None = None,
     ):
-        super().__init__(model, method, kernel)
+        super().__init__(model, method, kernel, tokenizer)
         self.prefill_seconds = 0.0
         self.shared = shared
 
@@ -266,13 +271,18 @@ class Session(Hooks):
 
 
 def compress(
-    model: PreTrainedModel, method: Method, kernel: str = "auto", shared: SharedPrefill | None = None
+    model: PreTrainedModel,
+    method: Method,
+    kernel: str = "auto",
+    tokenizer: Any = None,
+    shared: SharedPrefill | None = None,
 ) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
 
     Args:
         kernel: "auto" takes SDPA wherever no probabilities are wanted; "blockwise" takes the kernel that also yields
             attention mass everywhere, so that methods that need it and others can be compared on one kernel.
+        tokenizer: for methods that write prompts of their own (KVzip); by default the one `load` gave with the model.
         shared: a full prefill made before (`prefill_once`): a prompt of the same ids starts from it.
 
     Example:
@@ -283,4 +293,4 @@ def compress(
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel, shared)
+    return Session(model, method, kernel, tokenizer, shared)

@@ -20,6 +20,7 @@ from kvcompress.compression import Compressor
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.method import Codec, Method, Needs
+from kvcompress.observed import remember_queries
 from kvcompress.parts import Prefilled
 from kvcompress.session import Session
 
@@ -33,8 +34,9 @@ def cannot_share(method: Method, kernel: str = "auto") -> str | None:
         return f"prefill={parts.prefill.name} is its own"
     if method.compact_positions and method.limited:
         return "compact positions hold keys that are not rotated"
-    needs = Compressor(method, 1, kernel).needs
-    if needs != Needs(window=needs.window, mass=needs.mass):
+    compressor = Compressor(method, 1, kernel)
+    needs = compressor.needs
+    if compressor.observing or needs != Needs(window=needs.window, mass=needs.mass):
         return "it observes more than windows of queries and attention mass"
     return None
 
@@ -55,7 +57,7 @@ class Recorder(Compressor):
         self.forward = layer.holder().forward
         if self.needs.window:
             assert self.forward is not None
-            self.remember_queries(layer, q, self.forward)
+            remember_queries(layer, q, self.forward, self.needs.window)
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
         """Keep the queries: they are what the methods to come want to see."""
@@ -106,7 +108,7 @@ class SharedPrefill:
         """
         compressor = session.compressor
         self._check(compressor)
-        forward = replace(self.forward, phase="prompt")
+        forward = replace(self.forward, passes=[], deferred={})
         assert self.cache.real is not None and self.cache.logits is not None
         cache.real = self.cache.real.clone()
         cache.cap = budgets.cap(session.method.budget, cache.real) if compressor.limited else None
@@ -124,7 +126,7 @@ class SharedPrefill:
                 if size:
                     layer.state["queries"] = base.state["queries"][:, :, -size:].clone()
                     layer.state["query_positions"] = base.state["query_positions"][:, -size:].clone()
-                compressor.decide(layer, None, self.features[index])
+                compressor.decide(layer, None, self.features[index], forward, cache)
             if at_once:
                 layer.own()
         compressor.end_of_forward(cache)

@@ -109,7 +109,7 @@ class Member(Session):
     baton: Baton
 
     def __init__(self, batch: Batch, method: Method, shared: SharedPrefill | None):
-        super().__init__(batch.model, method, batch.kernel, shared)
+        super().__init__(batch.model, method, batch.kernel, shared=shared)
         self.batch = batch
 
     def __enter__(self) -> Self:

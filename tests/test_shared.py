@@ -25,7 +25,7 @@ def needs_of(method):
 def followed(model, method, ids, shared=None, kernel="auto"):
     """What can be seen of a session: reports, positions, logits and tokens of a prompt, a question and a later turn."""
     seen = []
-    with compress(model, method, kernel, shared) as session:
+    with compress(model, method, kernel, shared=shared) as session:
 
         def look():
             report = session.report()

@@ -265,7 +265,10 @@ def checked(
 ) -> dict[str, Any] | Exception:
     """The result of decoding together, if decoding alone gives the same; else the fault."""
     try:
-        with Watched(loaded.model, cell.method, str(cell.config.kernel), shared) as session, without_peaks():
+        with (
+            Watched(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session,
+            without_peaks(),
+        ):
             alone = cell.task.run(session, sample)
         wrong = difference(alone, together, session.leads)
         return together if wrong is None else ValueError(f"{sample.id}: {wrong}")
@@ -276,7 +279,7 @@ def checked(
 def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
     """What the task says of one sample, run in a session of its own: nothing leaks from sample to sample."""
     peaks = nullcontext() if shared is None else without_peaks()
-    with compress(loaded.model, cell.method, str(cell.config.kernel), shared) as session, peaks:
+    with compress(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session, peaks:
         return cell.task.run(session, sample)
 
 
