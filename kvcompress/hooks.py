@@ -42,6 +42,8 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
+        if self.compressor.needs.output:
+            self.compressor.projections = compat.output_projections(model)
         self.notes = method.notes(model) if self.compressor.limited else []
         self.cache: CompressedCache | None = None
         self._phase: str | None = None

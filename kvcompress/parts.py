@@ -8,7 +8,7 @@ Parts decide; the session applies. None touches a cache tensor or holds state be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -27,6 +27,8 @@ class Needs:
         window: attention of the last `window` real queries over all held keys.
         mass: attention mass per key, summed over all queries so far.
         hidden, prerope, extra_passes: served by later parts of the library; a session refuses them by name today.
+        decay: of the mass: a query that k later ones of its row followed counts decay^k.
+        output: length of each value after the attention's output projection.
     """
 
     window: int = 0
@@ -34,14 +36,21 @@ class Needs:
     hidden: bool = False
     prerope: bool = False
     extra_passes: int = 0
+    decay: float = 1.0
+    output: bool = False
 
     def __or__(self, other: Needs) -> Needs:
+        decays = {needs.decay for needs in (self, other) if needs.mass}
+        if len(decays) > 1:
+            raise ValueError(f"attention mass has one decay per session, not {' and '.join(map(str, sorted(decays)))}")
         return Needs(
             max(self.window, other.window),
             self.mass or other.mass,
             self.hidden or other.hidden,
             self.prerope or other.prerope,
             max(self.extra_passes, other.extra_passes),
+            decays.pop() if decays else 1.0,
+            self.output or other.output,
         )
 
 
@@ -57,6 +66,8 @@ class LayerView:
         kept: LongTensor `[B]` on the CPU, slots per head that the row will keep (the cap, or all if fewer).
         phase: "prompt" or "decode".
         group: query heads per KV head.
+        leader: for a size n, positions `[B, H_kv, P]` now held by the first layer of this one's group of n successive
+            full-attention layers; None if this is that layer.
     """
 
     layer: int
@@ -67,6 +78,7 @@ class LayerView:
     kept: Tensor
     phase: str
     group: int
+    leader: Callable[[int], Tensor | None] = lambda size: None
 
     @cached_property
     def _keys_values(self) -> tuple[Tensor, Tensor]:
@@ -100,6 +112,18 @@ class Observed(ABC):
     def mass(self) -> Tensor:
         """Attention mass per key and query head `[B, H_kv, G, P]`, summed over all queries that saw the key."""
 
+    @abstractmethod
+    def window_parts(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The attention that `window` gives, a few queries at a time, oldest first: for windows of hundreds.
+
+        Each part has the queries' positions beside it, int `[B, n]`, -1 where the row has fewer real queries.
+        """
+
+    @property
+    @abstractmethod
+    def output_norms(self) -> Tensor:
+        """L1 norm of each value after the output projection of each query head, float32 `[B, H_kv, G, P]`."""
+
 
 State = dict[str, Tensor]
 """Per-layer tensors a scorer keeps between calls; dim 0 is the batch row. Forked, reordered and selected with it."""
@@ -130,6 +154,17 @@ class Scorer(ABC):
     @abstractmethod
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         """Scores `[B, H_kv, P]` float32, higher is kept; values at empty slots are ignored."""
+
+    def second(self, scores: Tensor, view: LayerView, observed: Observed) -> Tensor | None:
+        """Scores `[B, H_kv, P]` for a second stage of selection, given those of the first; None for a single stage.
+
+        Allocators look at the first stage's. Of the slots a head keeps, `first_share` are the best by the first scores
+        (protected ones counted if `protected_first`), and the others the best of the rest by the second.
+        """
+        return None
+
+    first_share: float = 1.0
+    protected_first: bool = False
 
     def passes(self, ids: Tensor, tokenizer: Any) -> Iterable[Tensor]:
         """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default."""
