@@ -57,7 +57,10 @@ class PersistenceScorer(Scorer):
         return total + rank / (rank[..., -1:] + 1)
 
     def _votes(self, attention: Tensor, seen: Tensor) -> Tensor:
-        """What each query says of each slot `[B, H_kv, n, P]`, from its attention `[B, H_kv, G, n, P]`."""
+        """What each query says of each slot `[B, H_kv, n, P]`, from its attention `[B, H_kv, G, n, P]`.
+
+        A query of which all that it sees is gone has no attention (NaN) and says nothing.
+        """
         share = reduce_group(attention, self.group_reduce)
         if self.rule == "sum":
             return share.masked_fill(~seen, 0.0)

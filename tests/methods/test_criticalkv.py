@@ -32,7 +32,7 @@ class Twice:
 
     def norm(self, layer, b, h, c):
         """Mean over the group of |W_o v|, one query head after the other."""
-        weight = self.model.model.layers[layer].self_attn.o_proj.weight
+        weight = self.model.model.layers[layer].self_attn.o_proj.weight.detach()
         value = self.reference.values[layer][b, h, c]
         dim, heads = len(value), weight.shape[1] // len(value)
         group = heads // self.reference.values[layer].shape[1]
@@ -200,7 +200,7 @@ def test_values_are_projected_a_block_at_a_time(monkeypatch):
     monkeypatch.setattr(observed, "BLOCK_ELEMENTS", 64 * 7)
     largest, matmul = [], torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: largest.append(matmul(a, b)) or largest[-1])
-    assert torch.equal(projected_norms(values, weight, 2), whole)
+    assert (projected_norms(values, weight, 2) - whole).abs().max() <= 1e-3
     assert max(t.numel() for t in largest) == 64 * 7
 
 

@@ -42,8 +42,10 @@ class LoopScissorhands(Loop):
                 continue
             votes = dict.fromkeys(columns, 0.0)
             for at, _ in queries:
-                heads = list(self.probabilities(stacked, key, features, h, columns, first, at))
                 number = sum(c <= at for c in columns)
+                if number == 0:  # all it saw is gone
+                    continue
+                heads = list(self.probabilities(stacked, key, features, h, columns, first, at))
                 for c in columns:
                     if c > at:
                         continue
@@ -120,6 +122,15 @@ def test_even_attention_is_not_below_an_even_share():
     seen = positions[0] <= at[0][:, None]
     attention = torch.softmax(torch.zeros(3, 7).masked_fill(~seen, float("-inf")), -1)
     assert (-score(attention[None, None, None], positions, at)).ceil().tolist() == [0] * 7
+
+
+def test_a_query_that_has_lost_all_it_saw_has_no_vote():
+    """Its attention over nothing is not a number; no score is."""
+    attention = torch.tensor([[float("nan")] * 3, [0.9, 0.1, 0.0]])[None, None, None]
+    positions, at = torch.tensor([[[5, 6, 8]]]), torch.tensor([[3, 6]])
+    for rule, expected in (("below", [0, -1, 0]), ("above", [1, 0, 0])):
+        assert score(attention, positions, at, rule=rule).floor().tolist() == expected
+    assert score(attention, positions, at, rule="sum").tolist() == pytest.approx([0.9, 0.1, 0.0])
 
 
 def test_a_share_as_budget_drops_a_stated_number():
