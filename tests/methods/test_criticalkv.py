@@ -120,6 +120,13 @@ def test_over_accumulated_attention_it_keeps_what_the_loop_keeps_in_decode_too(g
     follow(method, LoopCriticalH2O, groups=groups, later=(1,) * 20 + (7, 1, 1))
 
 
+def test_it_takes_the_last_querys_attention_too():
+    """Over TOVA's scores heads part ways: the second stage weighs each head's own values."""
+    kept = held_by(CriticalKV(budget=10, base="tova"), random_ids(1, 33))
+    assert all(len(head) == 10 for rows in kept.values() for head in rows[0])
+    assert any(rows[0][0] != rows[0][1] for rows in kept.values())
+
+
 def test_a_prompt_in_chunks_keeps_what_the_loop_keeps():
     model, twin = small_model(), small_model()
     ids, mask = left_padded([33, 21])
