@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from kvcompress.kernels.blockwise import BLOCK_ELEMENTS, Features, blocks, softmax_block, visible
+from kvcompress.kernels.blockwise import Features, blocks, softmax_block, visible
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.parts import LayerView, Observed
 
 Tensor = torch.Tensor
+
+CPU_ELEMENTS = 1 << 18  # projected numbers of one block: 1 MiB in float32 stays in a CPU's cache
+ELEMENTS = 1 << 24  # elsewhere, where each block costs a launch
 
 
 class LayerObserved(Observed):
@@ -95,11 +98,11 @@ def projected_norms(values: Tensor, weight: Tensor, group: int) -> Tensor:
         )
     parts = weight.to(values.device, values.dtype).view(-1, heads, group, dim)
     norms = values.new_empty((batch, heads, group, slots), dtype=torch.float32)
-    size = max(1, BLOCK_ELEMENTS // (batch * weight.shape[0]))
+    size = max(1, (CPU_ELEMENTS if values.device.type == "cpu" else ELEMENTS) // (batch * weight.shape[0]))
     for head in range(heads):
         for member in range(group):
             part = parts[:, head, member].t()
             for start in range(0, slots, size):
-                projected = values[:, head, start : start + size] @ part
-                norms[:, head, member, start : start + size] = projected.abs().sum(-1, dtype=torch.float32)
+                projected = (values[:, head, start : start + size] @ part).abs_()
+                norms[:, head, member, start : start + size] = projected.sum(-1, dtype=torch.float32)
     return norms

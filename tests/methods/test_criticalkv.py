@@ -204,7 +204,7 @@ def test_values_are_projected_a_block_at_a_time(monkeypatch):
     """Blocks change nothing, and no tensor of all values times the hidden size is made."""
     values, weight = torch.randn(1, 2, 50, 16), torch.randn(64, 64)
     whole = projected_norms(values, weight, 2)
-    monkeypatch.setattr(observed, "BLOCK_ELEMENTS", 64 * 7)
+    monkeypatch.setattr(observed, "CPU_ELEMENTS", 64 * 7)
     largest, matmul = [], torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: largest.append(matmul(a, b)) or largest[-1])
     assert (projected_norms(values, weight, 2) - whole).abs().max() <= 1e-3
