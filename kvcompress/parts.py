@@ -139,9 +139,15 @@ def reduce_group(scores: Tensor, how: GroupReduce, dim: int = 2) -> Tensor:
 
 
 class Scorer(ABC):
-    """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score."""
+    """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score.
+
+    Attributes:
+        first_share, protected_first: how a selection in two stages is divided, see `second`.
+    """
 
     sinks: int = 0
+    first_share: float = 1.0
+    protected_first: bool = False
 
     @property
     def needs(self) -> Needs:
@@ -162,9 +168,6 @@ class Scorer(ABC):
         (protected ones counted if `protected_first`), and the others the best of the rest by the second.
         """
         return None
-
-    first_share: float = 1.0
-    protected_first: bool = False
 
     def passes(self, ids: Tensor, tokenizer: Any) -> Iterable[Tensor]:
         """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default."""

@@ -68,8 +68,8 @@ class ChunkKV(SnapKV):
         combine, together: how a chunk's score is made: see `ChunkScorer`. kvpress takes means, and one choice for all
             heads of a layer.
         reuse: full-attention layers that share one choice, 1 for none. The paper reports 2 and more.
-        window, kernel, pooling, group_reduce, reduce_first: of the tokens' scores, as in SnapKV. The paper does not
-            pool; kvpress takes any scorer, and its SnapKV's settings stand here.
+        window, kernel, pooling, group_reduce, reduce_first: of the tokens' scores, as in SnapKV. The paper's algorithm
+            does not pool and leaves the window open: 32 is SnapKV's. kvpress takes any scorer; its SnapKV stands here.
     """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
