@@ -76,7 +76,8 @@ class Scissorhands(Method):
     the larger of these, of which it drops half. No code of the authors is public; the paper has no grouped queries.
 
     Attributes:
-        history: queries that vote, in tokens (paper: 400). As many are remembered per layer.
+        history: queries that vote, in tokens (paper: 400). As many are remembered in every layer, which weighs as much
+            as history x H / (2 x H_kv) tokens' keys and values and is reported as `bytes_scores`.
         recent: last tokens that are always kept (paper: 10). They have seen too few queries to be judged.
         drop: tokens dropped at once. None is as many as the budget where that is in tokens, so half of the buffer;
             128 where it is a share.
