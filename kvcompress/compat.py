@@ -56,6 +56,7 @@ __all__ = [
     "layer_types",
     "max_positions",
     "new_layers",
+    "output_projections",
     "register",
     "rotations",
     "text_config",
@@ -91,6 +92,31 @@ def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixi
         make_full(i) if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kw)
         for i, (kind, kw) in enumerate(zip(types, kwargs, strict=True))
     ]
+
+
+def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """Per layer, the linear module that all query heads' outputs go through, weight `[hidden, H x D]`.
+
+    Raises:
+        ValueError: if a layer has none that we know, or one whose weight is no plain matrix of that shape.
+    """
+    config = text_config(model)
+    found: dict[int, torch.nn.Module] = {}
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
+    for module in base_model(model).modules():
+        projection = getattr(module, "o_proj", None)
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and isinstance(projection, torch.nn.Module):
+            weight = getattr(projection, "weight", None)
+            if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1:] == (width,):
+                found[layer] = projection
+    missing = sorted(set(range(config.num_hidden_layers)) - set(found))
+    if missing:
+        raise ValueError(
+            f"{model.config.model_type!r} has no output projection that we know in layers {missing}: a method that "
+            f"weighs values by it needs an `o_proj` with a plain weight of {width} columns; take another method"
+        )
+    return found
 
 
 def check_model(model: Any) -> None:

@@ -6,6 +6,8 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kvcompress import budget as budgets
@@ -18,7 +20,7 @@ from kvcompress.layouts import DenseStore
 from kvcompress.method import LayerView, Method, Needs, Scorer
 from kvcompress.observed import LayerObserved, remember_queries
 from kvcompress.passes import PassLayer
-from kvcompress.selection import lowest_slot, ranked, top_slots
+from kvcompress.selection import lowest_slot, ranked, staged, top_slots
 
 Tensor = torch.Tensor
 
@@ -46,6 +48,7 @@ class Compressor:
                 raise ValueError(
                     f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
                 )
+        self.projections: dict[int, torch.nn.Module] = {}  # output projections by layer, where they are needed
         self.kernels: set[str] = set()
         self.clock = Clock()
 
@@ -80,15 +83,10 @@ class Compressor:
 
     # ------------------------------------------------------------------ observing
 
-    def add_mass(self, layer: CompressedLayer, mass: Tensor) -> None:
-        """Add attention mass `[B, H_kv, G, P]` to the slots' sums, held as `[B, H_kv, P, G]` float32."""
-        store, mass = layer.held(), mass.transpose(2, 3)
-        if "mass" not in store.channels:
-            store.put("mass", mass.contiguous())
-        elif isinstance(store, DenseStore):
-            store.get("mass").add_(mass)
-        else:
-            store.put("mass", store.get("mass") + mass)
+    def add_mass(self, layer: CompressedLayer, mass: Tensor, forward: Forward) -> None:
+        """Add a forward's attention mass `[B, H_kv, G, P]` to the slots' sums, which fade with every new query."""
+        decay = self.needs.decay
+        layer.add_mass(mass, None if decay == 1.0 else (decay ** forward.added.double()).float())
 
     @staticmethod
     def _forget_queries(layer: CompressedLayer) -> None:
@@ -214,12 +212,13 @@ class Compressor:
         cache: CompressedCache,
     ) -> None:
         assert cache.cap is not None
-        scores, positions = self._score(layer, probabilities, features, forward, cache)
+        scores, second, positions = self._score(layer, probabilities, features, forward, cache)
         if forward.phase == "decode":
             assert layer.target is not None
             counts = layer.target
             if self._same_as_last_step(layer, rows):
                 assert layer.guard is not None
+                scores = self._staged(scores, second, positions, counts, layer.guard[1])
                 layer.drop_one(lowest_slot(scores, positions, layer.guard[1]), rows)
                 return
         else:
@@ -228,7 +227,7 @@ class Compressor:
             shown = [self._shown(scores, positions, cache)]
             counts = self.parts.allocator.allocate(shown, [layer.stat], seen, self.n_layers, total)[0]
             layer.stat = None
-        self._apply(layer, scores, positions, counts, rows, forward, cache)
+        self._apply(layer, scores, second, positions, counts, rows, forward, cache)
 
     @staticmethod
     def _same_as_last_step(layer: CompressedLayer, rows: Tensor) -> bool:
@@ -247,7 +246,8 @@ class Compressor:
         features: Features,
         forward: Forward,
         cache: CompressedCache,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Scores, scores of a second stage where there is one, and positions."""
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
         view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
@@ -258,9 +258,19 @@ class Compressor:
                 f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 "
                 f"{tuple(view.positions.shape)}"
             )
+        second = scorer.second(scores, view, observed)
         if forward.phase == "prompt":
             layer.stat = self.parts.allocator.stat(view, observed)
-        return scores, positions
+        return scores, second, positions
+
+    def _staged(
+        self, scores: Tensor, second: Tensor | None, positions: Tensor, counts: Tensor, protection: budgets.Protection
+    ) -> Tensor:
+        """The ranking that heads which keep `counts [B, H_kv]` go by."""
+        scorer = self.parts.scorer
+        if second is None or scorer is None:
+            return scores
+        return staged(scores, second, positions, counts, protection, scorer.first_share, scorer.protected_first)
 
     def _shown_layer(
         self,
@@ -274,7 +284,8 @@ class Compressor:
         positions = layer.positions()
         view = self._view(layer, positions, forward.phase, self._kept(cache))
         rotation = None if self.rotations is None else self.rotations[layer.index]
-        return view, LayerObserved(layer, view, positions, probabilities, features, forward, rotation)
+        projection = self.projections.get(layer.index)
+        return view, LayerObserved(layer, view, positions, probabilities, features, forward, rotation, projection)
 
     @staticmethod
     def _kept(cache: CompressedCache) -> Tensor:
@@ -318,12 +329,14 @@ class Compressor:
             kept=kept,
             phase=phase,
             group=layer.group,
+            leader=functools.partial(layer.holder().leader, layer.index),
         )
 
     def _apply(
         self,
         layer: CompressedLayer,
         scores: Tensor,
+        second: Tensor | None,
         positions: Tensor,
         counts: Tensor,
         rows: Tensor,
@@ -335,6 +348,7 @@ class Compressor:
         counts = torch.where(rows[:, None], torch.minimum(wanted, held), held)
         protection = self._protection(counts, cache)
         cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
+        scores = self._staged(scores, second, positions, counts, protection)
         decode = forward.phase == "decode"
         if decode and isinstance(layer.store, DenseStore) and layer.length - int(counts.max()) <= MAX_HOLES:
             if bool((held - counts == rows[:, None].long()).all()):
@@ -357,8 +371,8 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
-        scores, _ = self._score(layer, probabilities, features, forward, cache)
-        layer.held().put("score", scores[..., None])
+        scores, second, _ = self._score(layer, probabilities, features, forward, cache)
+        layer.held().put("score", torch.stack([scores] if second is None else [scores, second], dim=-1))
         if self.parts.allocator.scope == "cascade":
             self._allocate_scored(cache, forward)
 
@@ -367,15 +381,16 @@ class Compressor:
         scored = [layer for layer in cache.full_layers if layer.store is not None and "score" in layer.store.channels]
         if not scored or cache.cap is None:
             return
-        scores = [layer.held().get("score").squeeze(-1) for layer in scored]
+        scores = [layer.held().get("score") for layer in scored]
         total = cache.cap * scores[0].shape[1] * self.n_layers
-        shown = [self._shown(s, layer.positions(), cache) for layer, s in zip(scored, scores, strict=True)]
+        shown = [self._shown(s[..., 0], layer.positions(), cache) for layer, s in zip(scored, scores, strict=True)]
         stats = [layer.stat for layer in scored]
         counts = self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)
         for layer, layer_scores, wanted in zip(scored, scores, counts, strict=True):
             everyone = torch.ones(len(wanted), dtype=torch.bool)
             if bool((layer.counts > wanted.cpu()).any()):
-                self._apply(layer, layer_scores, layer.positions(), wanted, everyone, forward, cache)
+                first, second = layer_scores[..., 0], layer_scores[..., 1] if layer_scores.shape[-1] > 1 else None
+                self._apply(layer, first, second, layer.positions(), wanted, everyone, forward, cache)
             layer.target = wanted.cpu()
 
     @torch.no_grad()

@@ -50,6 +50,8 @@ class Hooks:
                 f"{type(method).__name__} writes prompts of its own and needs the model's tokenizer: "
                 "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
             )
+        if self.compressor.needs.output:
+            self.compressor.projections = compat.output_projections(model)
         self.notes = method.notes(model) if self.compressor.limited else []
         self.cache: CompressedCache | None = None
         self._phase: str | None = None

@@ -49,6 +49,20 @@ class Forward:
             self._moved[key] = getattr(self, name).to(device)
         return self._moved[key]
 
+    def weights(self, decay: float, device: torch.device) -> Tensor | None:
+        """What each new query's attention counts: decay^(real queries of its row after it), 0 for padding.
+
+        Float32 `[B or 1, n]`, or None where each counts 1.
+        """
+        if self.real is None and decay == 1.0:
+            return None
+        key = (f"weights {decay}", device)
+        if key not in self._moved:
+            age = self.positions.amax(1, keepdim=True) - self.positions
+            weights = (decay ** age.double()).masked_fill(self.positions < 0, 0.0)
+            self._moved[key] = weights.float().to(device)
+        return self._moved[key]
+
 
 class Holder(Protocol):
     """What a layer asks of the cache it belongs to."""
@@ -61,6 +75,8 @@ class Holder(Protocol):
     owner: Any
 
     def rotation(self, layer: int) -> Rotation | None: ...
+
+    def leader(self, layer: int, size: int) -> Tensor | None: ...
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -217,6 +233,24 @@ class CompressedLayer(CacheLayerMixin):
             )
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
+
+    def add_mass(self, mass: Tensor, fade: Tensor | None) -> None:
+        """Add attention mass `[B, H_kv, G, P]` to the slots' sums, held as `[B, H_kv, P, G]` float32.
+
+        Args:
+            fade: float32 `[B]`, what the sums so far are multiplied by first; None for 1.
+        """
+        store, mass = self.held(), mass.transpose(2, 3)
+        if "mass" not in store.channels:
+            store.put("mass", mass.contiguous())
+            return
+        before = store.get("mass")
+        if fade is not None:
+            before = before.mul_(fade.to(mass.device)[:, None, None, None])
+        if isinstance(store, DenseStore):
+            before.add_(mass)
+        else:
+            store.put("mass", before + mass)
 
     def drop_one(self, slots: Tensor, rows: Tensor) -> None:
         """Empty one slot per head `[B, H_kv, 1]` of the given rows (bool `[B]`, CPU) in place, leaving a hole."""

@@ -8,7 +8,7 @@ Parts decide; the session applies. None touches a cache tensor or holds state be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -30,6 +30,8 @@ class Needs:
             positions and for those whose rotation depends on the length.
         extra_passes: 1 if inputs of `Scorer.passes` are to be run when a prompt is in.
         hidden: nothing asks for it yet; a session refuses it by name.
+        decay: of the mass: a query that k later ones of its row followed counts decay^k.
+        output: length of each value after the attention's output projection.
     """
 
     window: int = 0
@@ -37,14 +39,21 @@ class Needs:
     hidden: bool = False
     prerope: bool = False
     extra_passes: int = 0
+    decay: float = 1.0
+    output: bool = False
 
     def __or__(self, other: Needs) -> Needs:
+        decays = {needs.decay for needs in (self, other) if needs.mass}
+        if len(decays) > 1:
+            raise ValueError(f"attention mass has one decay per session, not {' and '.join(map(str, sorted(decays)))}")
         return Needs(
             max(self.window, other.window),
             self.mass or other.mass,
             self.hidden or other.hidden,
             self.prerope or other.prerope,
             max(self.extra_passes, other.extra_passes),
+            decays.pop() if decays else 1.0,
+            self.output or other.output,
         )
 
 
@@ -60,6 +69,8 @@ class LayerView:
         kept: LongTensor `[B]` on the CPU, slots per head that the row will keep (the cap, or all if fewer).
         phase: "prompt" or "decode".
         group: query heads per KV head.
+        leader: for a size n, positions `[B, H_kv, P]` now held by the first layer of this one's group of n successive
+            full-attention layers; None if this is that layer.
     """
 
     layer: int
@@ -70,6 +81,7 @@ class LayerView:
     kept: Tensor
     phase: str
     group: int
+    leader: Callable[[int], Tensor | None] = lambda size: None
 
     @cached_property
     def _keys_values(self) -> tuple[Tensor, Tensor]:
@@ -103,6 +115,13 @@ class Observed(ABC):
     def mass(self) -> Tensor:
         """Attention mass per key and query head `[B, H_kv, G, P]`, summed over all queries that saw the key."""
 
+    @abstractmethod
+    def window_parts(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The attention that `window` gives, a few queries at a time, oldest first: for windows of hundreds.
+
+        Each part has the queries' positions beside it, int `[B, n]`, -1 where the row has fewer real queries.
+        """
+
     @property
     def passes(self) -> Tensor:
         """Strongest attention per key in the extra passes `[B, H_kv, P]`, 0 where none has observed the key."""
@@ -121,6 +140,11 @@ class Observed(ABC):
         Returns:
             `[B, H_kv, G, n, D]` float32, and their positions, int `[B, n]`: -1 marks padding, whose query means nothing.
         """
+
+    @property
+    @abstractmethod
+    def output_norms(self) -> Tensor:
+        """L1 norm of each value after the output projection of each query head, float32 `[B, H_kv, G, P]`."""
 
     @property
     @abstractmethod
@@ -166,12 +190,18 @@ def reduce_group(scores: Tensor, how: GroupReduce, dim: int = 2) -> Tensor:
 
 
 class Scorer(ABC):
-    """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score."""
+    """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score.
+
+    Attributes:
+        first_share, protected_first: how a selection in two stages is divided, see `second`.
+    """
 
     sinks: int = 0
     prompt_state: ClassVar[tuple[str, ...]] = ()
     """Entries of `state` that only join the chunks of one prompt: dropped when it is over, unless the schedule goes on
     in decode."""
+    first_share: float = 1.0
+    protected_first: bool = False
 
     @property
     def needs(self) -> Needs:
@@ -190,6 +220,14 @@ class Scorer(ABC):
 
         Called after each prompt's or chunk's attention, before `score`, and with a decode schedule after every other
         forward too.
+        """
+        return None
+
+    def second(self, scores: Tensor, view: LayerView, observed: Observed) -> Tensor | None:
+        """Scores `[B, H_kv, P]` for a second stage of selection, given those of the first; None for a single stage.
+
+        Allocators look at the first stage's. Of the slots a head keeps, `first_share` are the best by the first scores
+        (protected ones counted if `protected_first`), and the others the best of the rest by the second.
         """
         return None
 

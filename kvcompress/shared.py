@@ -36,7 +36,8 @@ def cannot_share(method: Method, kernel: str = "auto") -> str | None:
         return "compact positions hold keys that are not rotated"
     compressor = Compressor(method, 1, kernel)
     needs = compressor.needs
-    if compressor.observing or needs != Needs(window=needs.window, mass=needs.mass):
+    known = Needs(window=needs.window, mass=needs.mass, decay=needs.decay, output=needs.output)
+    if compressor.observing or needs != known:
         return "it observes more than windows of queries and attention mass"
     return None
 
@@ -142,7 +143,8 @@ class SharedPrefill:
         if reason is None and compressor.parts.codec != self.cache.codec:
             reason = f"codec={compressor.parts.codec.name}, the prefill was held as {self.cache.codec.name}"
         wanted = compressor.needs
-        if reason is None and (wanted.window > self.needs.window or wanted.mass > self.needs.mass):
+        more = wanted.window > self.needs.window or wanted.mass > self.needs.mass
+        if reason is None and (more or (wanted.mass and wanted.decay != self.needs.decay)):
             reason = f"it needs {wanted}, the prefill observed {self.needs}"
         if reason is not None:
             raise ValueError(f"{type(compressor.method).__name__} cannot start from this prefill: {reason}")

@@ -42,13 +42,17 @@ def held_bytes(cache):
 def test_bytes_after_eviction_follow_the_budget(name, budget):
     """Valid bytes are budget × full within 2%, allocated at most 1.25 × valid plus one block, and really that.
 
-    With the method's own settings on a long prompt: totals are equal whoever hands out the budget.
+    With the method's own settings on a long prompt: totals are equal whoever hands out the budget. Queries that are
+    remembered for a decode schedule come on top: as many whatever the budget, and counted with the scores.
     """
     model, length = wide(max_position_embeddings=8192), 2000  # KVzip repeats the prompt behind it
     with compress(model, METHODS[name](budget=budget)) as session:
         session.prefill(random_ids(1, length))
         sizes = session.cache.nbytes()
         held, block = held_bytes(session.cache), block_bytes(session.cache)
+        queries = [layer.state[name] for layer in session.cache.full_layers for name in layer.state if "quer" in name]
+        held -= storage_bytes(queries)
+        assert sizes["scores"] >= storage_bytes(queries)
         report = session.report()["kv"]
     assert sizes["full"] == full_bytes(model, length)
     assert abs(sizes["valid"] / (budget * sizes["full"]) - 1) <= 0.02

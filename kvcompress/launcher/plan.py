@@ -68,7 +68,7 @@ def group_cells(cells: Iterable[Cell], share: bool = True) -> list[Group]:
     """Groups in order of their first cell, those of one model next to each other.
 
     Cells share if they agree on model, task, seed, dtype, kernel and form of the cache, and on whether attention mass
-    is summed up: that takes another attention kernel, whose output differs in the last digits. A cell that is finished
+    is summed up and how: that takes another attention kernel, whose output differs in the last digits. A cell that is finished
     counts as a member, so that how the others are run does not depend on when a sweep was interrupted.
     """
     groups: dict[Any, Group] = {}
@@ -76,7 +76,8 @@ def group_cells(cells: Iterable[Cell], share: bool = True) -> list[Group]:
         reason = alone_because(cell) if share else "sharing is switched off"
         key: Any = number
         if not reason:
-            mass = observed(cell).mass or cell.config.kernel == "blockwise"
+            needs, blockwise = observed(cell), cell.config.kernel == "blockwise"
+            mass = (needs.mass or blockwise, needs.decay if needs.mass else None if not blockwise else 1.0)
             where = str(cell.folder.path.parent), model_key(cell.config)
             key = (pair_id(cell.identity), *where, mass, repr(cell.method.parts().codec))
         groups.setdefault(key, Group(reason=reason)).cells.append(cell)
