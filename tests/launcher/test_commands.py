@@ -7,10 +7,11 @@ import json
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 from rich.console import Console
 from sweeps import SHARED, SHORT, TOGETHER, cell, cells, left, sweep
 
-from kvcompress import models, record
+from kvcompress import config, models, record
 from kvcompress.launcher import work
 from kvcompress.launcher.cell import Cell
 from kvcompress.launcher.check import difference
@@ -185,3 +186,17 @@ def test_cells_take_turns_where_memory_is_limited(tmp_path, monkeypatch):
     sweep(cells(tmp_path / "tight", "snapkv,knorm,random", "0.5,0.25"), Options(memory=int(3.2 * full)))
     assert len(made) > 2 and sum(made) == 12 and max(made) < 6
     assert left(tmp_path / "free") == left(tmp_path / "tight")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (config.folder() / "experiment").glob("*.yaml")))
+def test_every_experiment_is_made_of_legal_cells(tmp_path, name):
+    settings = OmegaConf.load(config.folder() / "experiment" / f"{name}.yaml")
+    params = settings.hydra.sweeper.params
+    with config.composing() as compose:
+        first = compose([f"experiment={name}", f"paths.results={tmp_path}"])
+        assert first.sweep.name == name
+        for method in str(params.method).split(","):
+            made = compose([f"experiment={name}", f"paths.results={tmp_path}", f"method={method}"])
+            for budget in str(params.budget).split(","):
+                made.budget = float(budget)
+                assert 0 < Cell(made).method.budget < 1

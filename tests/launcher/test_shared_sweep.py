@@ -48,6 +48,17 @@ def test_methods_that_sum_up_attention_mass_share_among_themselves(tmp_path, mon
     assert made == [True, True]
 
 
+def test_masses_that_fade_differently_are_summed_up_apart(tmp_path):
+    outcomes, text = sweep(
+        [
+            *cells(tmp_path, "h2o", "0.5,0.2"),
+            *cells(tmp_path, "h2o", "0.5,0.2", "method.decay=0.9"),
+            *cells(tmp_path, "snapkv", "0.5,0.2"),
+        ]
+    )
+    assert {outcome.status for outcome in outcomes} == {"ok"} and text.count("2 cells share each prefill") == 3
+
+
 def test_times_and_peaks_of_shared_cells_are_null_and_those_of_cells_alone_are_not(tmp_path):
     outcomes, text = sweep([*cells(tmp_path, "snapkv,tova", "0.5"), cell(tmp_path, "method=snapkv", "prefill=chunked")])
     by_title = {(o.method, o.record["protocol.chunking"]): o.record for o in outcomes}
