@@ -34,6 +34,7 @@ class Hooks:
         compat.check_model(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
+        method = method.bind(model)
         self.model, self.method = model, method
         types = compat.layer_types(model)
         self.full_layers = [i for i, kind in enumerate(types) if kind == "full_attention"]
