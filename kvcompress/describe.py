@@ -26,7 +26,7 @@ def check(cls: type[Method]) -> None:
     Raises:
         ValueError: names the method, its file and the class variables it must set itself (inherited ones are another's).
     """
-    missing = [name for name in REQUIRED if not vars(cls).get(name)]
+    missing = [name for name in REQUIRED if vars(cls).get(name, "TODO") in ("", "TODO")]
     if missing:
         raise ValueError(
             f"{cls.__name__} ({cls.__module__}) does not say its {', '.join(missing)}: set these class variables in the "
@@ -83,7 +83,8 @@ def defaults(cls: type[Method]) -> str:
 
 def presets(cls: type[Method]) -> str:
     """What the other presets set otherwise; sources that agree are named together."""
-    base, found = settings(cls, Method.preset), {}
+    base = settings(cls, Method.preset)
+    found: dict[str, list[str]] = {}
     for preset in cls.presets:
         if preset != Method.preset:
             other = settings(cls, preset)
@@ -126,8 +127,9 @@ def short_table() -> str:
 
 def page() -> str:
     """`docs/methods.md`."""
-    header = ("method", "family", "keeps", "compresses", "needs", "budget", "defaults", "other presets")
-    header += ("source", "differences from the released code")
+    header = (
+        "method|family|keeps|compresses|needs|budget|defaults|other presets|source|differences from the released code"
+    )
     rows = [
         (f"`{name}`", cls.family, cls.keeps, when(cls), needs(cls), cls.budget_kind.replace("_", " "), defaults(cls))
         + (presets(cls), _linked(cls.source), cls.differences)
@@ -144,7 +146,7 @@ def page() -> str:
         "column says so unless `prefill` or `schedule` is replaced. *budget*: what a budget counts. *defaults*: settings of\n"
         "the preset `paper` (`method.SETTING=…` changes one); *other presets*: where `method.preset=code` or `kvpress`\n"
         "differs from it.\n\n"
-        + _table(header, rows)
+        + _table(header.split("|"), rows)
         + "\n## Allocators\n\nWho gets how much of the budget: `allocator=NAME` with any method that ranks tokens.\n\n"
         + _table(("allocator", "how", "defaults"), allocators)
     )

@@ -168,7 +168,7 @@ def calibrate(
     """
     if samples * len(lengths) < 2:
         raise ValueError(f"samples={samples}; two in all are the least, whose halves can be compared")
-    scores = []
+    scores: list[Tensor] = []
     for _ in range(samples):
         for length in lengths:
             sample = passkey_sample(tokenizer, length, passkeys, words, seed * 10_000 + len(scores))
