@@ -28,6 +28,18 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     return cls(budget=budget, **options)
 
 
+def as_published(name: str, budget: float | int) -> Method:
+    """A method with its own settings, but for what is measured once per model: small models have no data."""
+    cls = METHODS[name]
+    return cls(budget=budget, **({"heads": "random"} if "heads" in cls.__dataclass_fields__ else {}))
+
+
+def grows(method: Method) -> bool:
+    """True if the allocator lets heads that hold a whole prompt grow beyond the budget in decode."""
+    limit = method.parts().allocator.limit(torch.tensor([[100]]), torch.tensor([100]))
+    return int(limit) > 100
+
+
 def position_ids(mask: Tensor, new: int) -> Tensor:
     """Positions of the last `new` columns, counted over real tokens."""
     return (mask.cumsum(1) - 1).clamp(min=0)[:, -new:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, all_held, feed, make
+from helpers import EVICTING, all_held, as_published, feed, grows, make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import left_padded, random_ids, small_model
@@ -46,9 +46,8 @@ def check_kept(method, session, rows, decoded):
         if not parts.allocator.uniform:
             counts = [len(kept) for heads in held.values() for kept in heads[row]]
             growing = 0
-            if real > cap_of(method.budget, real) and parts.schedule.every is not None:
-                whole = torch.tensor([[real if n == real + decoded else 0 for n in counts]])
-                growing = int((parts.allocator.limit(whole, torch.tensor([real])) > real + decoded).sum())
+            if grows(method) and real > cap_of(method.budget, real) and parts.schedule.every is not None:
+                growing = counts.count(real + decoded)
             assert sum(counts) == expected * len(counts) + growing * decoded
         for heads in held.values():
             for kept in heads[row]:
@@ -117,18 +116,12 @@ def test_prompts_of_one_to_eight_tokens_are_never_emptied(name, length):
             assert session.generate(2).tokens and session.cache.kept_tokens().min() >= 1
 
 
-def own_settings(name, budget):
-    """A method as it comes, but for what is measured once per model."""
-    fields = METHODS[name].__dataclass_fields__
-    return METHODS[name](budget=budget, **({"heads": "random"} if "heads" in fields else {}))
-
-
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_prompts_of_one_to_eight_tokens_work_with_the_papers_own_settings(name):
     """The defaults (a window of 32, say) work on tiny prompts and small shares."""
     for length in (1, 2, 5, 8):
         for budget in (0.05, 0.5):
-            with compress(MODEL, own_settings(name, budget)) as session:
+            with compress(MODEL, as_published(name, budget)) as session:
                 assert session.prefill(random_ids(1, length)).logits.isfinite().all()
                 assert session.generate(3).tokens[0]
                 assert session.cache.kept_tokens().min() >= 1
