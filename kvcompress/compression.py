@@ -357,8 +357,9 @@ class Compressor:
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
             assert layer.target is not None
+            assert cache.real is not None
             # in decode a head may grow to what it was given
-            layer.target = torch.where(rows[:, None], wanted, layer.target)
+            layer.target = torch.where(rows[:, None], self.parts.allocator.limit(wanted, cache.real), layer.target)
 
     # ------------------------------------------------------------------ allocators that look at several layers
 
@@ -390,7 +391,8 @@ class Compressor:
             if bool((layer.counts > wanted.cpu()).any()):
                 first, second = layer_scores[..., 0], layer_scores[..., 1] if layer_scores.shape[-1] > 1 else None
                 self._apply(layer, first, second, layer.positions(), wanted, everyone, forward, cache)
-            layer.target = wanted.cpu()
+            assert cache.real is not None
+            layer.target = self.parts.allocator.limit(wanted.cpu(), cache.real)
 
     @torch.no_grad()
     def end_of_forward(self, cache: CompressedCache) -> None:

@@ -252,6 +252,10 @@ class Allocator(ABC):
     def needs(self) -> Needs:
         return Needs()
 
+    def bind(self, model: Any) -> Allocator:
+        """This allocator ready for a model, as `Method.bind`: one that needs data of the model returns a copy with it."""
+        return self
+
     def stat(self, view: LayerView, observed: Observed) -> Any:
         """What to remember of a layer when a prompt's scores are made: handed back as its entry of `stats`.
 
@@ -277,6 +281,13 @@ class Allocator(ABC):
             one LongTensor `[B, H_kv]` per layer in scope, at least the protected slots of each head and at least 1.
             Totals over all layers equal `total`; what a head cannot fill it may grow into in decode.
         """
+
+    def limit(self, counts: Tensor, real: Tensor) -> Tensor:
+        """Slots each head may hold in decode, where a prompt of `real [B]` tokens gave it `counts [B, H_kv]`.
+
+        The same, unless heads are to grow beyond the budget with every token; then `MOST_TOKENS` of the budget module.
+        """
+        return counts
 
 
 @dataclass(frozen=True)
