@@ -213,7 +213,10 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ):
         found[f"kv.{key}"] = _mean(kv.get(key) for kv in after)
     # along the decode: sampled by the task, or what its two ends say
-    held = [out.get("held") or [a.get("bytes_held"), b.get("bytes_held")] for out, a, b in zip(outs, after, end, strict=True)]
+    held = [
+        out.get("held") or [a.get("bytes_held"), b.get("bytes_held")]
+        for out, a, b in zip(outs, after, end, strict=True)
+    ]
     known = [values for values in held if None not in values]
     found["kv.bytes_peak"] = _mean(max(values) for values in known)
     found["kv.bytes_mean"] = _mean(fmean(values) for values in known)

@@ -54,7 +54,9 @@ def read_texts(path: Path, field: str) -> tuple[tuple[str, str], ...]:
         text = next((record[n] for n in names if isinstance(record, dict) and isinstance(record.get(n), str)), None)
         if text is None:
             has = ", ".join(record) if isinstance(record, dict) else "no object"
-            raise ValueError(f"task.texts={path}, line {number}: none of {', '.join(names)} (has {has}); set task.field")
+            raise ValueError(
+                f"task.texts={path}, line {number}: none of {', '.join(names)} (has {has}); set task.field"
+            )
         found.append((f"{path.stem}-{number}", text))
     return tuple(found)
 
