@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -110,10 +111,14 @@ def divergence(group: Sequence[Record]) -> bool:
     return any(record.get("metrics.kl") is not None for record in group)
 
 
+def _get(key: str, record: Record) -> Any:
+    return record.get(key)
+
+
 def _y(group: Sequence[Record]) -> dict[str, Any]:
     if divergence(group):
-        return {"y": lambda r: r.get("metrics.kl"), "y_label": "KL(full ‖ compressed), nats per token", "log_y": True}
-    return {"y": lambda r: r.get("score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
+        return {"y": partial(_get, "metrics.kl"), "y_label": "KL(full ‖ compressed), nats per token", "log_y": True}
+    return {"y": partial(_get, "score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
 
 
 def by_budget(group: list[Record]) -> Panel:
@@ -122,7 +127,7 @@ def by_budget(group: list[Record]) -> Panel:
         "bytes held after compression, measured, share of the full cache\n"
         "(a thin line leads there from a nominal budget that differs)"
     )
-    return Panel(about(group), group, x=lambda r: r.get("kv.ratio"), x_label=label, **_y(group))
+    return Panel(about(group), group, x=partial(_get, "kv.ratio"), x_label=label, **_y(group))
 
 
 def by_bytes(group: list[Record]) -> list[Panel]:
@@ -131,7 +136,7 @@ def by_bytes(group: list[Record]) -> list[Panel]:
         Panel(
             f"{about(group)} · {kind} bytes",
             group,
-            x=lambda r, kind=kind: r.get(f"kv.bytes_{kind}"),
+            x=partial(_get, f"kv.bytes_{kind}"),
             x_label=f"{kind} bytes held from the prompt's end to the last token (MB)",
             bytes_x=True,
             **_y(group),
@@ -297,7 +302,7 @@ def _by_position(group: Sequence[Record], title: str) -> Any:
         layout="constrained",
     )  # fmt: skip
     usual = [median(r["metrics.curve_kl"]) for _, records in lines for r in records if r["budget"] in shades]
-    low = 10 ** math.floor(math.log10(max(min(usual), FLOOR)))
+    low = 10 ** math.floor(math.log10(max(min(usual) / 3, FLOOR)))
     handles: dict[Any, Any] = {}
     for axes, entry in zip(grid.flat, [*lines, *[None] * (deep * columns - len(lines))], strict=True):
         if entry is None:
