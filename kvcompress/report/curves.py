@@ -41,6 +41,10 @@ class Panel:
         return [(x / unit, y, record) for x, y, record in one.points(self.x, self.y)]
 
     @property
+    def drawable(self) -> bool:
+        return any(self.points(one) for one in self.lines)
+
+    @property
     def baseline(self) -> Record | None:
         return next((record for record in self.records if is_baseline(record)), None)
 
@@ -70,17 +74,17 @@ def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
         groups.setdefault(str(record.get("protocol.pair")), []).append(record)
     for (sweep, model), groups in sorted(models.items()):
         usable = [group for group in groups.values() if any(len(one.records) > 1 for one in series(group))]
-        if not usable:
-            continue
         stem = f"{sweep}-{model.replace('/', '_')}"
+        heading = f"{sweep}: {model}"
         panels = sorted((by_budget(group) for group in usable), key=lambda panel: (panel.log_y, panel.title))
-        written += _save(_figure(panels, f"{sweep}: {model}"), folder / f"{stem}-budget")
+        if panels := [panel for panel in panels if panel.drawable]:
+            written += _save(_figure(panels, heading), folder / f"{stem}-budget")
         for group in usable:
-            pair = str(group[0].get("protocol.pair"))[:8]
-            name = f"{stem}-{group[0]['task']}-{pair}"
-            written += _save(_figure(by_bytes(group), f"{sweep}: {model}"), folder / f"{name}-bytes")
-            if any(record.get("metrics.curve_kl") for record in group):
-                written += _save(_by_position(group, f"{sweep}: {model} · {about(group)}"), folder / f"{name}-position")
+            name = f"{stem}-{group[0]['task']}-{str(group[0].get('protocol.pair'))[:8]}"
+            if panels := [panel for panel in by_bytes(group) if panel.drawable]:
+                written += _save(_figure(panels, heading), folder / f"{name}-bytes")
+            if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):
+                written += _save(_by_position(group, f"{heading} · {about(group)}"), folder / f"{name}-position")
     return written
 
 
@@ -239,8 +243,8 @@ def _scale_x(axes: Any, panel: Panel) -> None:
     found = [x for one in panel.lines for x, _, _ in panel.points(one)]
     if panel.bytes_x:
         axes.set_xscale("log")
-        full = (panel.baseline or {}).get("kv.bytes_peak") or 0
-        axes.set_xlim(1.4 * max([*found, full / 1e6]), min(found) / 1.15)
+        full = panel.x(panel.baseline) if panel.baseline else None
+        axes.set_xlim(1.4 * max([*found, (full or 0) / 1e6]), min(found) / 1.15)
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
