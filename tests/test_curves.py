@@ -159,3 +159,11 @@ def test_one_budget_draws_nothing_and_a_method_without_bytes_is_left_out(tmp_pat
     assert [path.name for path in draw_all(load([tmp_path / "old"]).entries, tmp_path / "out")] == [
         f"slope-tiny_model-budget.{kind}" for kind in ("png", "svg")
     ]
+
+
+def test_a_codec_without_a_budget_is_one_point_among_the_lines(tmp_path):
+    codec = made("int8", 1.0, "fidelity", **{"parts.codec": "int8", "parts.scorer": "none", "metrics.kl": 0.05})
+    panel = by_budget([*group("fidelity"), codec])
+    (one,) = [line for line in panel.lines if line.name == "int8"]
+    assert panel.points(one) == [(1.03, 0.05, codec)] and "another form" in one.family
+    assert curves._limits(panel)[0] == 0.01  # and counts where the axis begins

@@ -64,7 +64,7 @@ def series(records: Iterable[Record]) -> list[Series]:
     """Finished runs that compress, as series with names that differ; the baseline is left out."""
     found: dict[tuple[Any, ...], Series] = {}
     for record in records:
-        if record["status"] not in FINISHED or is_baseline(record) or (unlimited(record) and not record.get("budget")):
+        if record["status"] not in FINISHED or is_baseline(record):
             continue
         key = tuple(record.get(name) for name in KEYS)
         found.setdefault(key, Series(str(record["method"]), family(record))).records.append(record)
@@ -79,7 +79,8 @@ def series(records: Iterable[Record]) -> list[Series]:
 
 
 def unlimited(record: Record) -> bool:
-    return isinstance(record.get("budget"), float) and record["budget"] >= 1.0
+    """True for a run at which nothing is compressed, so that its divergence is rounding."""
+    return isinstance(record.get("budget"), float) and record["budget"] >= 1.0 and is_plain(record)
 
 
 def rows(lines: Sequence[Series]) -> list[tuple[str, list[Series]]]:
