@@ -26,7 +26,7 @@ from kvcompress.kernels.blockwise import (
     units,
     visible,
 )
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import BESIDE, CompressedLayer, Forward
 from kvcompress.layouts import RaggedStore, Store
 
 Tensor = torch.Tensor
@@ -183,7 +183,7 @@ def _decode_ragged(store: RaggedStore, layer: CompressedLayer, q: Tensor, featur
     """Single queries over segments of different lengths, read where they lie."""
     batch, heads = store.counts.shape
     grouped = group_queries(q, heads)
-    channels = {n: c for n, c in store.channels.items() if n not in ("positions", "mass", "score")}
+    channels = {n: c for n, c in store.channels.items() if n not in BESIDE}
     output = torch.zeros_like(grouped)
     codec = layer.holder().codec
     for i, (first, last) in enumerate(store.segments()):

@@ -6,56 +6,24 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
+from kvcompress.clock import Clock
+from kvcompress.compat import Rotation
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import DenseStore
-from kvcompress.method import LayerView, Method, Needs
-from kvcompress.observed import LayerObserved
+from kvcompress.method import LayerView, Method, Needs, Scorer
+from kvcompress.observed import LayerObserved, remember_queries
+from kvcompress.passes import PassLayer
 from kvcompress.selection import lowest_slot, ranked, top_slots
 
 Tensor = torch.Tensor
 
 KERNELS = ("auto", "blockwise")
 MAX_HOLES = 16  # slots emptied in place, one per decode step, before a layer is compacted
-
-
-class Clock:
-    """Time spent deciding and applying, on the device's own clock on CUDA, so that nothing waits for it."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def running(self, device: torch.device) -> Iterator[None]:
-        """Count what is done inside."""
-        if device.type == "cuda":
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            yield
-            last.record()
-            self._events.append((first, last))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-
-    @property
-    def seconds(self) -> float:
-        """Seconds counted so far; waits for the device."""
-        for first, last in self._events:
-            last.synchronize()
-            self._seconds += first.elapsed_time(last) / 1e3
-        self._events.clear()
-        return self._seconds
 
 
 class Compressor:
@@ -71,7 +39,9 @@ class Compressor:
         self.limited = method.limited and self.parts.scorer is not None
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
         self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
-        for name in ("hidden", "prerope", "extra_passes"):
+        self.observing = self.parts.scorer is not None and type(self.parts.scorer).observe is not Scorer.observe
+        self.rotations: list[Rotation] | None = None  # given by the session where parts need `prerope`
+        for name in ("hidden",):
             if getattr(self.needs, name):
                 raise ValueError(
                     f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
@@ -126,33 +96,36 @@ class Compressor:
         else:
             store.put("mass", store.get("mass") + mass)
 
-    def _remember_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
-        """Keep the last W real queries of each row `[B, H, W, D]` and their positions `[B, W]`, newest last."""
-        size = self.needs.window
-        positions = forward.on("positions", q.device).expand(q.shape[0], -1).long()
-        if "queries" in layer.state:
-            q = torch.cat([layer.state["queries"], q[:, :, -size:] if forward.real is None else q], dim=2)
-            new = positions[:, -size:] if forward.real is None else positions
-            positions = torch.cat([layer.state["query_positions"], new], dim=1)
-        if forward.real is None and "queries" not in layer.state:
-            q, positions = q[:, :, -size:], positions[:, -size:]
-        elif positions.shape[1] > size or bool((positions < 0).any()):
-            # real queries to the right, in order: the last W columns are then the last W real ones
-            order = torch.sort((positions >= 0).to(torch.uint8), dim=1, stable=True).indices[:, -size:]
-            positions = positions.gather(1, order)
-            q = q.gather(2, order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-        layer.state["queries"], layer.state["query_positions"] = q.clone(), positions.clone()
-
     @staticmethod
     def _forget_queries(layer: CompressedLayer) -> None:
         for name in ("queries", "query_positions"):
             layer.state.pop(name, None)
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
-        """Called when a prompt with all its chunks is in: its queries are only of use to a decode schedule."""
+        """Called when a prompt with all its chunks is in: what was seen of it is only of use to a decode schedule."""
         if self.parts.schedule.every is None or self.needs.window == 1:
             for layer in cache.full_layers:
                 self._forget_queries(layer)
+        if self.parts.schedule.every is None:
+            for layer in cache.full_layers:
+                self._forget_prompt(layer)
+
+    def _forget_prompt(self, layer: CompressedLayer) -> None:
+        for name in self.parts.scorer.prompt_state if self.parts.scorer else ():
+            layer.state.pop(name, None)
+
+    def _observe(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
+        """Show the scorer this forward."""
+        assert self.parts.scorer is not None
+        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
+        self.parts.scorer.observe(view, observed, layer.state)
 
     # ------------------------------------------------------------------ deciding and applying
 
@@ -166,16 +139,42 @@ class Compressor:
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
+        if isinstance(layer, PassLayer):
+            layer.observe(q, features, forward)
+            return
         # a decode step's own attention is known already, so a window of one needs no queries there
         beyond = schedule.every is not None and self.needs.window > 1
         if self.needs.window and (forward.phase == "prompt" or beyond):
-            self._remember_queries(layer, q, forward)
+            remember_queries(layer, q, forward, self.needs.window)
         elif "queries" in layer.state:
             self._forget_queries(layer)
+        layer.queries = q
+        try:
+            if self.observing:
+                if forward.phase == "prompt" or schedule.every is not None:
+                    with self.clock.running(q.device):
+                        self._observe(layer, probabilities, features, forward, cache)
+                else:
+                    self._forget_prompt(layer)
+            if forward.passes:  # their attention is part of the decision
+                forward.deferred[layer.index] = features
+            else:
+                self._decide(layer, probabilities, features, forward, cache)
+        finally:
+            layer.queries = None
+
+    def _decide(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
-        with self.clock.running(q.device):
+        with self.clock.running(layer.positions().device):
             if forward.phase == "decode" or self.parts.allocator.scope == "layer":
                 self._compress(layer, rows, probabilities, features, forward, cache)
             else:
@@ -256,9 +255,8 @@ class Compressor:
     ) -> tuple[Tensor, Tensor]:
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
-        positions = layer.positions()
-        view = self._view(layer, positions, forward.phase, self._kept(cache))
-        observed = LayerObserved(layer, view, positions, probabilities, features, forward)
+        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
+        positions = observed.positions
         scores = scorer.score(view, observed, layer.state)
         if scores.shape != view.positions.shape or scores.dtype != torch.float32:
             raise ValueError(
@@ -268,6 +266,20 @@ class Compressor:
         if forward.phase == "prompt":
             layer.stat = self.parts.allocator.stat(view, observed)
         return scores, positions
+
+    def _shown_layer(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> tuple[LayerView, LayerObserved]:
+        """What a scorer sees of a layer."""
+        positions = layer.positions()
+        view = self._view(layer, positions, forward.phase, self._kept(cache))
+        rotation = None if self.rotations is None else self.rotations[layer.index]
+        return view, LayerObserved(layer, view, positions, probabilities, features, forward, rotation)
 
     @staticmethod
     def _kept(cache: CompressedCache) -> Tensor:
@@ -375,7 +387,12 @@ class Compressor:
     def end_of_forward(self, cache: CompressedCache) -> None:
         """Called when all layers have run: allocators that needed all scores decide now."""
         forward = cache.forward
-        if not self.limited or forward is None or forward.phase != "prompt" or self.parts.allocator.scope == "layer":
+        if not self.limited or forward is None or forward.phase != "prompt":
+            return
+        for layer in cache.full_layers:
+            if layer.index in forward.deferred:
+                self._decide(layer, None, forward.deferred[layer.index], forward, cache)
+        if self.parts.allocator.scope == "layer":
             return
         with self.clock.running(cache.full_layers[-1].device):
             if self.parts.allocator.scope == "all":

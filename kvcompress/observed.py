@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvcompress.compat import Rotation
 from kvcompress.kernels.blockwise import Features, softmax_block, visible
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.parts import LayerView, Observed
@@ -22,9 +23,12 @@ class LayerObserved(Observed):
         probabilities: Tensor | None,
         features: Features,
         forward: Forward,
+        rotation: Rotation | None = None,
     ):
         self.layer, self.view, self.positions = layer, view, positions
         self.probabilities, self.features, self.forward = probabilities, features, forward
+        self._rotation = rotation
+        self._prerope: tuple[Tensor, Tensor] | None = None
         self._windows: dict[int, tuple[Tensor, Tensor]] = {}  # a scorer and an allocator may ask for the same
 
     def window(self, size: int) -> tuple[Tensor, Tensor]:
@@ -49,3 +53,63 @@ class LayerObserved(Observed):
         if "mass" not in store.channels:
             raise ValueError("the scorer asks for attention mass it did not declare in `needs`")
         return store.get("mass").transpose(2, 3)
+
+    @property
+    def passes(self) -> Tensor:
+        store, shape = self.layer.held(), self.view.positions.shape
+        if "passes" not in store.channels:
+            return torch.zeros(shape, device=self.positions.device)
+        return store.get("passes").squeeze(-1)
+
+    @property
+    def scaling(self) -> float:
+        return self.features.scaling
+
+    @property
+    def queries(self) -> tuple[Tensor, Tensor]:
+        queries, positions = self._new()
+        return queries.float(), positions
+
+    @property
+    def prerope(self) -> tuple[Tensor, Tensor]:
+        if self._prerope is None:
+            queries, positions = self._new()
+            at = self.forward.on("rotated", queries.device)[:, None, None]
+            self._prerope = self.rotation.unrotate(queries.float(), at), positions
+        return self._prerope
+
+    def mean_rotation(self, ahead: int) -> Tensor:
+        queries, positions = self._new()
+        # what the model rotates by counts padding where the caller gave no position ids
+        shift = torch.where(positions >= 0, self.forward.on("rotated", queries.device) - positions, 0).amax(1)
+        start = self.view.real.to(queries.device) + shift
+        return self.rotation.mean_matrix(start[:, None] + torch.arange(ahead, device=start.device), queries.shape[-1])
+
+    @property
+    def rotation(self) -> Rotation:
+        if self._rotation is None:
+            raise ValueError("the scorer asks for rotation, which it did not declare in `needs` (prerope)")
+        return self._rotation
+
+    def _new(self) -> tuple[Tensor, Tensor]:
+        queries = self.layer.queries
+        assert queries is not None, "queries are there while a forward is looked at"
+        positions = self.forward.on("positions", queries.device).expand(queries.shape[0], -1)
+        return queries.unflatten(1, (-1, self.view.group)), positions
+
+
+def remember_queries(layer: CompressedLayer, q: Tensor, forward: Forward, size: int) -> None:
+    """Keep the last `size` real queries of each row `[B, H, size, D]` and their positions `[B, size]`, newest last."""
+    positions = forward.on("positions", q.device).expand(q.shape[0], -1).long()
+    if "queries" in layer.state:
+        q = torch.cat([layer.state["queries"], q[:, :, -size:] if forward.real is None else q], dim=2)
+        new = positions[:, -size:] if forward.real is None else positions
+        positions = torch.cat([layer.state["query_positions"], new], dim=1)
+    if forward.real is None and "queries" not in layer.state:
+        q, positions = q[:, :, -size:], positions[:, -size:]
+    elif positions.shape[1] > size or bool((positions < 0).any()):
+        # real queries to the right, in order: the last `size` columns are then the last `size` real ones
+        order = torch.sort((positions >= 0).to(torch.uint8), dim=1, stable=True).indices[:, -size:]
+        positions = positions.gather(1, order)
+        q = q.gather(2, order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+    layer.state["queries"], layer.state["query_positions"] = q.clone(), positions.clone()

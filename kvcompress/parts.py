@@ -26,7 +26,10 @@ class Needs:
     Attributes:
         window: attention of the last `window` real queries over all held keys.
         mass: attention mass per key, summed over all queries so far.
-        hidden, prerope, extra_passes: served by later parts of the library; a session refuses them by name today.
+        prerope: queries as they were before rotation, and the rotation itself. Refused for models without rotary
+            positions and for those whose rotation depends on the length.
+        extra_passes: 1 if inputs of `Scorer.passes` are to be run when a prompt is in.
+        hidden: nothing asks for it yet; a session refuses it by name.
     """
 
     window: int = 0
@@ -100,6 +103,54 @@ class Observed(ABC):
     def mass(self) -> Tensor:
         """Attention mass per key and query head `[B, H_kv, G, P]`, summed over all queries that saw the key."""
 
+    @property
+    def passes(self) -> Tensor:
+        """Strongest attention per key in the extra passes `[B, H_kv, P]`, 0 where none has observed the key."""
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def scaling(self) -> float:
+        """The model's factor on q·k, usually 1 / sqrt(D)."""
+
+    @property
+    @abstractmethod
+    def queries(self) -> tuple[Tensor, Tensor]:
+        """Queries of this forward's new tokens, as attention used them.
+
+        Returns:
+            `[B, H_kv, G, n, D]` float32, and their positions, int `[B, n]`: -1 marks padding, whose query means nothing.
+        """
+
+    @property
+    @abstractmethod
+    def prerope(self) -> tuple[Tensor, Tensor]:
+        """`queries` before they were rotated. A scale that the model multiplies into its rotation stays in them."""
+
+    @abstractmethod
+    def mean_rotation(self, ahead: int) -> Tensor:
+        """Mean over the next `ahead` positions of the matrix that rotates a query there, `[B, D, D]` float32.
+
+        It starts at the position after the row's last real token. The mean of rotations is not one: it shrinks what
+        turns fast.
+        """
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One extra input of one row.
+
+    Attributes:
+        ids: LongTensor `[m]`, run behind all that the row holds.
+        first, last: tokens `first` to `last - 1` of the row are observed: the strongest attention each key gets.
+        beside: keys of the first tokens that share the softmax with these and the pass's own.
+    """
+
+    ids: Tensor
+    first: int
+    last: int
+    beside: int = 0
+
 
 State = dict[str, Tensor]
 """Per-layer tensors a scorer keeps between calls; dim 0 is the batch row. Forked, reordered and selected with it."""
@@ -118,6 +169,9 @@ class Scorer(ABC):
     """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score."""
 
     sinks: int = 0
+    prompt_state: ClassVar[tuple[str, ...]] = ()
+    """Entries of `state` that only join the chunks of one prompt: dropped when it is over, unless the schedule goes on
+    in decode."""
 
     @property
     def needs(self) -> Needs:
@@ -131,8 +185,22 @@ class Scorer(ABC):
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         """Scores `[B, H_kv, P]` float32, higher is kept; values at empty slots are ignored."""
 
-    def passes(self, ids: Tensor, tokenizer: Any) -> Iterable[Tensor]:
-        """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default."""
+    def observe(self, view: LayerView, observed: Observed, state: State) -> None:
+        """See a forward, whether or not anything is evicted after it; what must last goes into `state`.
+
+        Called after each prompt's or chunk's attention, before `score`, and with a decode schedule after every other
+        forward too.
+        """
+        return None
+
+    def passes(self, ids: Tensor, tokenizer: Any, first: int = 0) -> Iterable[Pass]:
+        """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default.
+
+        Args:
+            ids: LongTensor `[n]` on the CPU, all real tokens of one row so far.
+            tokenizer: the model's.
+            first: tokens before it had their passes when an earlier prompt or chunk ended.
+        """
         return ()
 
 

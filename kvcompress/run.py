@@ -240,7 +240,8 @@ class Runner:
                     continue
                 turns = tuple(replace(turn, stop=tuple(sorted({*turn.stop, *ends}))) for turn in sample.turns)
                 sample = references.attach(task, replace(sample, turns=turns), model, kernel)
-                with compress(model, method, kernel) as session:  # one of its own: nothing leaks from sample to sample
+                # a session of its own: nothing leaks from sample to sample
+                with compress(model, method, kernel, tokenizer) as session:
                     out = task.run(session, sample)
                 out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
                 scores = task.score(sample, out)

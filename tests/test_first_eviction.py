@@ -6,11 +6,12 @@ import pytest
 import torch
 from helpers import EVICTING, all_held, make
 from reference import MaskedReference
-from small_models import left_padded, random_ids, small_model
+from small_models import CharacterTokenizer, left_padded, random_ids, small_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcompress import compress
 from kvcompress.methods import METHODS, Full
+from kvcompress.passes import remember_tokenizer
 
 LENGTHS = [22, 13]
 STEPS = 8
@@ -102,6 +103,7 @@ def model_with_fillers():
                 attention.k_proj.weight[row] = 0.0
                 attention.k_proj.weight[row, flag] = -LARGE
                 attention.k_proj.bias[row] = 0.0
+    remember_tokenizer(model, CharacterTokenizer())  # for methods that write prompts of their own
     return model
 
 
