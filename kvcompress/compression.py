@@ -78,12 +78,6 @@ class Compressor:
         view = self._view(layer, layer.positions(), "decode", layer.counts[:, 0])
         return self.parts.reader.select(q, view, layer.state)
 
-    @property
-    def acts_in_decode(self) -> bool:
-        """True if a decode step does more than attend to all that is held and store: known tokens then go one by one."""
-        scheduled = self.limited and self.parts.schedule.every is not None
-        return scheduled or not self.parts.reader.reads_all or self.parts.codec.name != "plain"
-
     # ------------------------------------------------------------------ observing
 
     def add_mass(self, layer: CompressedLayer, mass: Tensor) -> None:

@@ -179,11 +179,17 @@ class Session(Hooks):
         if cache.logits is None:
             raise ValueError("nothing predicts the first token: run the tokens before it with session.prefill()")
         yield (cache.logits if cache.pending is None else self.step(cache.pending))[:, None]
-        phase, length = ("decode", 1) if self.compressor.acts_in_decode else ("append", block)
+        phase, length = ("decode", 1) if self._acts_in_decode() else ("append", block)
         for start in range(0, ids.shape[1] - 1, length):
             part = ids[:, start : min(start + length, ids.shape[1] - 1)]
             yield self._forward(phase, part, None, every=True)
         cache.pending = ids[:, -1:]
+
+    def _acts_in_decode(self) -> bool:
+        """True if a decode step does more than attend to all that is held and store."""
+        parts, limited = self.compressor.parts, self.compressor.limited
+        scheduled = limited and parts.schedule.every is not None
+        return scheduled or not parts.reader.reads_all or parts.codec.name != "plain"
 
     def _forward(self, phase: str, ids: Tensor, mask: Tensor | None, every: bool = False) -> Tensor:
         """One forward in a stated phase → logits `[B, V]` after each row's last real token, kept on the cache.
