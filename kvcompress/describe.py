@@ -67,7 +67,10 @@ def needs(cls: type[Method]) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+    if isinstance(value, bool):
+        return f"{name}={str(value).lower()}"
+    text = isinstance(value, str) and not value.isidentifier()  # prompts, with their line breaks
+    return f"{name}={value!r}" if text else f"{name}={value}"
 
 
 def settings(cls: type[Method], preset: str) -> dict[str, Any]:
