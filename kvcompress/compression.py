@@ -67,6 +67,11 @@ class Compressor:
         self.method = method
         self.blockwise = kernel == "blockwise"
         self.parts = method.parts()
+        if self.parts.schedule.unresolved:
+            raise ValueError(
+                f"the schedule {self.parts.schedule} speaks of tokens: give it their ids with "
+                "method.for_tokenizer(tokenizer), or as newline_ids and until_ids"
+            )
         self.n_layers = n_layers
         self.limited = method.limited and self.parts.scorer is not None
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
@@ -88,7 +93,7 @@ class Compressor:
     @property
     def wants_probabilities(self) -> bool:
         """True if a decode step's attention weights are used: then they are computed once, with the output."""
-        return self.blockwise or self.needs.mass or (self.needs.window == 1 and self.parts.schedule.every is not None)
+        return self.blockwise or self.needs.mass or (self.needs.window == 1 and self.parts.schedule.in_decode)
 
     @property
     def seconds(self) -> float:
@@ -107,6 +112,31 @@ class Compressor:
         """Slots the reader lets a decode query attend to, `[B, H_kv or H, n]`, or None for all."""
         view = self._view(layer, layer.positions(), "decode", layer.counts[:, 0])
         return self.parts.reader.select(q, view, layer.state)
+
+    def read_tokens(
+        self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str
+    ) -> Tensor | None:
+        """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.
+
+        Raises:
+            ValueError: embeddings were given where the schedule needs ids.
+        """
+        schedule = self.parts.schedule
+        if phase == "prompt":
+            cache.closed = None
+        if phase != "decode" or not self.limited or not (schedule.newline_ids or schedule.until_ids):
+            return None
+        if tokens.dim() != 2:
+            raise ValueError("the schedule fires on token ids, and this forward was given embeddings: pass input_ids")
+        ids = tokens.cpu() if real is None else tokens.cpu().masked_fill(~real, -1)
+
+        def among(wanted: tuple[int, ...]) -> Tensor:
+            return torch.isin(ids, torch.tensor(wanted, dtype=torch.long)).any(1)
+
+        if schedule.until_ids:
+            ended = among(schedule.until_ids)
+            cache.closed = ended if cache.closed is None else cache.closed | ended
+        return among(schedule.newline_ids) if schedule.newline_ids else None
 
     # ------------------------------------------------------------------ observing
 
@@ -144,7 +174,7 @@ class Compressor:
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
         """Called when a prompt with all its chunks is in: its queries are only of use to a decode schedule."""
-        if self.parts.schedule.every is None or self.needs.window == 1:
+        if not self.parts.schedule.in_decode or self.needs.window == 1:
             for layer in cache.full_layers:
                 self._forget_queries(layer)
 
@@ -161,7 +191,7 @@ class Compressor:
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
         # a decode step's own attention is known already, so a window of one needs no queries there
-        beyond = schedule.every is not None and self.needs.window > 1
+        beyond = schedule.in_decode and self.needs.window > 1
         if self.needs.window and (forward.phase == "prompt" or beyond):
             self._remember_queries(layer, q, forward)
         elif "queries" in layer.state:
@@ -191,14 +221,19 @@ class Compressor:
             else:  # a layer may get less than the cap
                 assert cache.real is not None
                 rows = cache.real > cache.cap
-        elif forward.phase == "decode" and schedule.every is not None and layer.target is not None:
-            over = counts - layer.target
-            rows = (over > 0).any(1)
-            if schedule.align == "row":
-                rows = (over >= schedule.every).any(1)
+        elif forward.phase == "decode" and schedule.in_decode and layer.target is not None:
+            over = (counts - layer.target).amax(1)
+            if schedule.every is None:
+                rows = torch.zeros(len(counts), dtype=torch.bool)
+            elif schedule.align == "row":
+                rows = over >= schedule.every
             else:
                 assert cache.real is not None
-                rows &= (cache.real % schedule.every) == 0
+                rows = (over > 0) & (cache.real % schedule.every == 0)
+            if forward.fires is not None:
+                rows |= (over > 0) & forward.fires
+            if cache.closed is not None:
+                rows &= ~cache.closed
             rows &= forward.added > 0
         else:
             return None

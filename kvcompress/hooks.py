@@ -15,7 +15,6 @@ from kvcompress import (
     attention,  # noqa: F401  (registers the attention function)
     compat,
 )
-from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
 from kvcompress.layer import CompressedLayer, Forward
@@ -164,12 +163,12 @@ class Hooks:
             raise ValueError("the prompt is empty: give at least one token")
         named["cache"] = cache = self._adopt(named.get("cache"))
         named["use_cache"] = True
-        unchanged = cache.real, cache.cap, cache.columns
+        unchanged = cache.real, cache.cap, cache.columns, cache.closed
         try:
             forward = self._describe(cache, tokens, named.get("attention_mask"))
             self._check_length(cache, forward)
         except ValueError:  # a refused forward leaves no trace
-            cache.real, cache.cap, cache.columns = unchanged
+            cache.real, cache.cap, cache.columns, cache.closed = unchanged
             raise
         cache.forward = forward
         if cache.columns is not None and named.get("attention_mask") is None:
@@ -238,9 +237,10 @@ class Hooks:
         cache.real = before + added
         phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
         if phase == "prompt":
-            cache.cap = budgets.cap(self.method.budget, cache.real) if self.compressor.limited else None
+            cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
-        return Forward(phase, length, real, positions.int(), added, columns)
+        fires = self.compressor.read_tokens(cache, tokens, real, phase)
+        return Forward(phase, length, real, positions.int(), added, columns, fires)
 
     @staticmethod
     def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:

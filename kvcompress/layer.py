@@ -26,6 +26,7 @@ class Forward:
         positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
         added: LongTensor `[B]` on the CPU, real tokens per row.
         rotated: `[B or 1, length]`, the position ids by which the model rotates.
+        fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
     """
 
     phase: str
@@ -34,6 +35,7 @@ class Forward:
     positions: Tensor
     added: Tensor
     rotated: Tensor
+    fires: Tensor | None = None
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def on(self, name: str, device: torch.device) -> Tensor:

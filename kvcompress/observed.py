@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcompress.kernels.blockwise import Features, softmax_block, visible
+from kvcompress.kernels.blockwise import Features, logits_block, softmax_block, visible
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.parts import LayerView, Observed
 
@@ -36,12 +36,20 @@ class LayerObserved(Observed):
         if size == 1 and self.probabilities is not None:
             real = self.forward.on("positions", self.probabilities.device) >= 0
             return self.probabilities, real.expand(self.probabilities.shape[0], -1)
+        queries, at, allowed = self._queries(size)
+        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features)
+        return p.masked_fill((at < 0)[:, None, None, :, None], 0.0), at >= 0
+
+    def logits(self, size: int) -> tuple[Tensor, Tensor]:
+        queries, at, allowed = self._queries(size)
+        return logits_block(queries, self.view.keys, allowed, self.features), at >= 0
+
+    def _queries(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The last `size` queries `[B, H, size, D]`, their positions `[B, size]`, and which slots each sees."""
         if "queries" not in self.layer.state:
             raise ValueError("the scorer asks for a window of queries it did not declare in `needs`")
         queries, at = self.layer.state["queries"][:, :, -size:], self.layer.state["query_positions"][:, -size:]
-        allowed = visible(self.positions, at, self.features.window)
-        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features)
-        return p.masked_fill((at < 0)[:, None, None, :, None], 0.0), at >= 0
+        return queries, at, visible(self.positions, at, self.features.window)
 
     @property
     def mass(self) -> Tensor:
