@@ -113,9 +113,7 @@ class Compressor:
         view = self._view(layer, layer.positions(), "decode", layer.counts[:, 0])
         return self.parts.reader.select(q, view, layer.state)
 
-    def read_tokens(
-        self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str
-    ) -> Tensor | None:
+    def read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
         """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.
 
         Raises:

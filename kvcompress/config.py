@@ -21,13 +21,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvcompress import models
-from kvcompress.method import Allocator, Codec, Method, Prefill, Reader
+from kvcompress.method import Allocator, Codec, Method, Prefill, Reader, Schedule
 from kvcompress.methods import METHODS
 from kvcompress.task import Task
 from kvcompress.tasks import TASKS
 
 PARTS: dict[str, type] = {"allocator": Allocator, "codec": Codec, "reader": Reader, "prefill": Prefill}
-GROUPS = ("model", "task", "method", *PARTS, "sweep", "logger", "experiment", "debug")
+GROUPS = ("model", "task", "method", *PARTS, "schedule", "sweep", "logger", "experiment", "debug")
 RESUME = ("auto", "refresh", "any")
 
 
@@ -79,6 +79,7 @@ class RunConfig:
     codec: Any = None
     reader: Any = None
     prefill: Any = None
+    schedule: Any = None
     budget: float | int = 1.0
     seed: int = 0
     dtype: str = "float32"
@@ -143,6 +144,7 @@ def _plain(kind: Any) -> Any:
 
 
 METHOD_ELSEWHERE = tuple(item.name for item in fields(Method) if item.name != "preset")
+SCHEDULE_ELSEWHERE = ("newline_ids", "until_ids")  # the tokenizer's business
 TASK_ELSEWHERE = tuple(item.name for item in fields(Task))
 
 
@@ -160,6 +162,7 @@ def register() -> None:
     for group, base in PARTS.items():
         for name, part in part_classes(base).items():
             store.store(group=group, name=f"base_{name}", node=schema(part, name))
+    store.store(group="schedule", name="base_schedule", node=schema(Schedule, "schedule", SCHEDULE_ELSEWHERE))
     for name in models.names():
         if "/" in name:
             register_model(name)
@@ -250,6 +253,10 @@ def build_method(config: Any) -> Method:
         if node is not None:
             part, settings = _named(group, node, part_classes(base))
             values[group] = part(**settings)
+    if config.schedule is not None:
+        values["schedule"] = Schedule(
+            **{key: value for key, value in _values(config.schedule).items() if key != "name"}
+        )
     return cls(budget=config.budget, **values)
 
 

@@ -93,9 +93,7 @@ def sdpa_block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling:
     return output.view(*q.shape[:3], v.shape[-1])
 
 
-def logits_block(
-    q: Tensor, k: Tensor, allowed: Tensor | None, features: Features, masked_from: int = 0
-) -> Tensor:
+def logits_block(q: Tensor, k: Tensor, allowed: Tensor | None, features: Features, masked_from: int = 0) -> Tensor:
     """Scaled and soft-capped logits `[B, H_kv, G, n, P]` float32, -inf where a query may not look.
 
     Arguments as of `softmax_block`.
