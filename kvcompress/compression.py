@@ -136,6 +136,12 @@ class Compressor:
             cache.closed = ended if cache.closed is None else cache.closed | ended
         return among(schedule.newline_ids) if schedule.newline_ids else None
 
+    @property
+    def acts_in_decode(self) -> bool:
+        """True if a decode step does more than attend to all that is held and store: known tokens then go one by one."""
+        scheduled = self.limited and self.parts.schedule.in_decode
+        return scheduled or not self.parts.reader.reads_all or self.parts.codec.name != "plain"
+
     # ------------------------------------------------------------------ observing
 
     def add_mass(self, layer: CompressedLayer, mass: Tensor) -> None:

@@ -141,7 +141,8 @@ class CAKE(SnapKV):
     """Evict by mean and variance of the window's attention, layer by layer, within budgets that layers compete for.
 
     At prompt end in a cascade (paper section 4), then in decode one token per head and step, by the last query's
-    attention; under a schedule that drops many tokens at once, by the last window's, as at prompt end. The released code leaves prompts of up to budget plus window whole; here the budget holds.
+    attention; under a schedule that drops many tokens at once, by the last window's, as at prompt end. The released
+    code leaves prompts of up to budget plus window whole; here the budget holds.
 
     Attributes:
         gamma: weight of the variance in a token's score.

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 from helpers import EVICTING, all_held, feed, make
-from test_cake import LoopCAKE
-from test_keydiff import LoopKeyDiff
 from reference import Choice, Loop, LoopH2O, LoopSnapKV, LoopStreamingLLM, LoopTOVA, best
 from small_models import left_padded, random_ids, small_model
+from test_cake import LoopCAKE
+from test_keydiff import LoopKeyDiff
 from test_references import follow
 
 from kvcompress import compress
