@@ -113,29 +113,6 @@ class Compressor:
         view = self._view(layer, layer.positions(), "decode", layer.counts[:, 0])
         return self.parts.reader.select(q, view, layer.state)
 
-    def read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
-        """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.
-
-        Raises:
-            ValueError: embeddings were given where the schedule needs ids.
-        """
-        schedule = self.parts.schedule
-        if phase == "prompt":
-            cache.closed = None
-        if phase != "decode" or not self.limited or not (schedule.newline_ids or schedule.until_ids):
-            return None
-        if tokens.dim() != 2:
-            raise ValueError("the schedule fires on token ids, and this forward was given embeddings: pass input_ids")
-        ids = tokens.cpu() if real is None else tokens.cpu().masked_fill(~real, -1)
-
-        def among(wanted: tuple[int, ...]) -> Tensor:
-            return torch.isin(ids, torch.tensor(wanted, dtype=torch.long)).any(1)
-
-        if schedule.until_ids:
-            ended = among(schedule.until_ids)
-            cache.closed = ended if cache.closed is None else cache.closed | ended
-        return among(schedule.newline_ids) if schedule.newline_ids else None
-
     @property
     def acts_in_decode(self) -> bool:
         """True if a decode step does more than attend to all that is held and store: known tokens then go one by one."""

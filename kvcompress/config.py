@@ -158,7 +158,8 @@ def register() -> None:
     for name, method in method_classes().items():
         store.store(group="method", name=f"base_{name}", node=schema(method, name, METHOD_ELSEWHERE))
     for name, task in TASKS.items():
-        store.store(group="task", name=f"base_{name}", node=schema(task, name, TASK_ELSEWHERE))
+        base = f"base_{name.replace('/', '_')}"  # a name may have a folder: reasoning/gsm8k
+        store.store(group="task", name=base, node=schema(task, name, TASK_ELSEWHERE))
     for group, base in PARTS.items():
         for name, part in part_classes(base).items():
             store.store(group=group, name=f"base_{name}", node=schema(part, name))

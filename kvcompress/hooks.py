@@ -239,8 +239,31 @@ class Hooks:
         if phase == "prompt":
             cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
-        fires = self.compressor.read_tokens(cache, tokens, real, phase)
+        fires = self._read_tokens(cache, tokens, real, phase)
         return Forward(phase, length, real, positions.int(), added, columns, fires)
+
+    def _read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
+        """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.
+
+        Raises:
+            ValueError: embeddings were given where the schedule needs ids.
+        """
+        schedule = self.compressor.parts.schedule
+        if phase == "prompt":
+            cache.closed = None
+        if phase != "decode" or not self.compressor.limited or not (schedule.newline_ids or schedule.until_ids):
+            return None
+        if tokens.dim() != 2:
+            raise ValueError("the schedule fires on token ids, and this forward was given embeddings: pass input_ids")
+        ids = tokens.cpu() if real is None else tokens.cpu().masked_fill(~real, -1)
+
+        def among(wanted: tuple[int, ...]) -> Tensor:
+            return torch.isin(ids, torch.tensor(wanted, dtype=torch.long)).any(1)
+
+        if schedule.until_ids:
+            ended = among(schedule.until_ids)
+            cache.closed = ended if cache.closed is None else cache.closed | ended
+        return among(schedule.newline_ids) if schedule.newline_ids else None
 
     @staticmethod
     def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for entry in found.entries:
             pairs.setdefault((entry.sweep, str(entry.record.get("protocol.pair"))), []).append(entry)
         for (sweep, pair), entries in sorted(pairs.items()):
-            path = options.png / f"{sweep}-{entries[0].record['task']}-{pair[:8]}.png"
+            path = options.png / f"{sweep}-{entries[0].record['task'].replace('/', '-')}-{pair[:8]}.png"
             if draw(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
         for path in draw_all(found.entries, options.png):

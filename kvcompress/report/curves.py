@@ -76,7 +76,7 @@ def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
         written += _save(_figure(panels, f"{sweep}: {model}"), folder / f"{stem}-budget")
         for group in usable:
             pair = str(group[0].get("protocol.pair"))[:8]
-            name = f"{stem}-{group[0]['task']}-{pair}"
+            name = f"{stem}-{group[0]['task'].replace('/', '-')}-{pair}"
             written += _save(_figure(by_bytes(group), f"{sweep}: {model}"), folder / f"{name}-bytes")
             if any(record.get("metrics.curve_kl") for record in group):
                 written += _save(_by_position(group, f"{sweep}: {model} · {about(group)}"), folder / f"{name}-position")
