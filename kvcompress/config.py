@@ -158,8 +158,8 @@ def register() -> None:
     for name, method in method_classes().items():
         store.store(group="method", name=f"base_{name}", node=schema(method, name, METHOD_ELSEWHERE))
     for name, task in TASKS.items():
-        base = f"base_{name.replace('/', '_')}"  # a name may have a folder: reasoning/gsm8k
-        store.store(group="task", name=base, node=schema(task, name, TASK_ELSEWHERE))
+        flat = name.replace("/", "_")  # a name may have a folder: reasoning/gsm8k
+        store.store(group="task", name=f"base_{flat}", node=schema(task, name, TASK_ELSEWHERE))
     for group, base in PARTS.items():
         for name, part in part_classes(base).items():
             store.store(group=group, name=f"base_{name}", node=schema(part, name))
@@ -254,11 +254,12 @@ def build_method(config: Any) -> Method:
         if node is not None:
             part, settings = _named(group, node, part_classes(base))
             values[group] = part(**settings)
-    if config.schedule is not None:
-        values["schedule"] = Schedule(
-            **{key: value for key, value in _values(config.schedule).items() if key != "name"}
-        )
-    return cls(budget=config.budget, **values)
+    method = cls(budget=config.budget, **values)
+    if config.schedule is None or method.make_scorer() is None:  # nothing to schedule: one cell for all
+        return method
+    settings = _values(config.schedule)
+    settings.pop("name")
+    return method.replace(schedule=Schedule(**settings))
 
 
 def build_task(config: Any) -> Task:
