@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -320,8 +320,8 @@ class Schedule:
     align: Literal["row", "total"] = "row"
     newline: bool = False
     until: str = ""
-    newline_ids: tuple[int, ...] = ()
-    until_ids: tuple[int, ...] = ()
+    newline_ids: tuple[int, ...] = field(default=(), repr=False)
+    until_ids: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:

@@ -28,7 +28,7 @@ from kvcompress.haystack import Encoder, built_in_prose, frame
 from kvcompress.task import Sample, Task, Turn
 
 FIELDS = ("text", "context", "input", "problem", "question")
-POINTS = 32  # of a curve by position: runs of neighbours are averaged
+POINTS = 16  # of a curve by position: runs of neighbours are averaged
 
 
 @lru_cache(maxsize=8)

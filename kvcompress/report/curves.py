@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -40,6 +41,10 @@ class Panel:
         return [(x / unit, y, record) for x, y, record in one.points(self.x, self.y)]
 
     @property
+    def drawable(self) -> bool:
+        return any(self.points(one) for one in self.lines)
+
+    @property
     def baseline(self) -> Record | None:
         return next((record for record in self.records if is_baseline(record)), None)
 
@@ -69,17 +74,17 @@ def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
         groups.setdefault(str(record.get("protocol.pair")), []).append(record)
     for (sweep, model), groups in sorted(models.items()):
         usable = [group for group in groups.values() if any(len(one.records) > 1 for one in series(group))]
-        if not usable:
-            continue
         stem = f"{sweep}-{model.replace('/', '_')}"
+        heading = f"{sweep}: {model}"
         panels = sorted((by_budget(group) for group in usable), key=lambda panel: (panel.log_y, panel.title))
-        written += _save(_figure(panels, f"{sweep}: {model}"), folder / f"{stem}-budget")
+        if panels := [panel for panel in panels if panel.drawable]:
+            written += _save(_figure(panels, heading), folder / f"{stem}-budget")
         for group in usable:
-            pair = str(group[0].get("protocol.pair"))[:8]
-            name = f"{stem}-{group[0]['task'].replace('/', '-')}-{pair}"
-            written += _save(_figure(by_bytes(group), f"{sweep}: {model}"), folder / f"{name}-bytes")
-            if any(record.get("metrics.curve_kl") for record in group):
-                written += _save(_by_position(group, f"{sweep}: {model} · {about(group)}"), folder / f"{name}-position")
+            name = f"{stem}-{group[0]['task'].replace('/', '-')}-{str(group[0].get('protocol.pair'))[:8]}"
+            if panels := [panel for panel in by_bytes(group) if panel.drawable]:
+                written += _save(_figure(panels, heading), folder / f"{name}-bytes")
+            if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):
+                written += _save(_by_position(group, f"{heading} · {about(group)}"), folder / f"{name}-position")
     return written
 
 
@@ -110,10 +115,14 @@ def divergence(group: Sequence[Record]) -> bool:
     return any(record.get("metrics.kl") is not None for record in group)
 
 
+def _get(key: str, record: Record) -> Any:
+    return record.get(key)
+
+
 def _y(group: Sequence[Record]) -> dict[str, Any]:
     if divergence(group):
-        return {"y": lambda r: r.get("metrics.kl"), "y_label": "KL(full ‖ compressed), nats per token", "log_y": True}
-    return {"y": lambda r: r.get("score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
+        return {"y": partial(_get, "metrics.kl"), "y_label": "KL(full ‖ compressed), nats per token", "log_y": True}
+    return {"y": partial(_get, "score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
 
 
 def by_budget(group: list[Record]) -> Panel:
@@ -122,7 +131,7 @@ def by_budget(group: list[Record]) -> Panel:
         "bytes held after compression, measured, share of the full cache\n"
         "(a thin line leads there from a nominal budget that differs)"
     )
-    return Panel(about(group), group, x=lambda r: r.get("kv.ratio"), x_label=label, **_y(group))
+    return Panel(about(group), group, x=partial(_get, "kv.ratio"), x_label=label, **_y(group))
 
 
 def by_bytes(group: list[Record]) -> list[Panel]:
@@ -131,7 +140,7 @@ def by_bytes(group: list[Record]) -> list[Panel]:
         Panel(
             f"{about(group)} · {kind} bytes",
             group,
-            x=lambda r, kind=kind: r.get(f"kv.bytes_{kind}"),
+            x=partial(_get, f"kv.bytes_{kind}"),
             x_label=f"{kind} bytes held from the prompt's end to the last token (MB)",
             bytes_x=True,
             **_y(group),
@@ -234,8 +243,8 @@ def _scale_x(axes: Any, panel: Panel) -> None:
     found = [x for one in panel.lines for x, _, _ in panel.points(one)]
     if panel.bytes_x:
         axes.set_xscale("log")
-        full = (panel.baseline or {}).get("kv.bytes_peak") or 0
-        axes.set_xlim(1.4 * max([*found, full / 1e6]), min(found) / 1.15)
+        full = panel.x(panel.baseline) if panel.baseline else None
+        axes.set_xlim(1.4 * max([*found, (full or 0) / 1e6]), min(found) / 1.15)
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
@@ -297,7 +306,7 @@ def _by_position(group: Sequence[Record], title: str) -> Any:
         layout="constrained",
     )  # fmt: skip
     usual = [median(r["metrics.curve_kl"]) for _, records in lines for r in records if r["budget"] in shades]
-    low = 10 ** math.floor(math.log10(max(min(usual), FLOOR)))
+    low = 10 ** math.floor(math.log10(max(min(usual) / 3, FLOOR)))
     handles: dict[Any, Any] = {}
     for axes, entry in zip(grid.flat, [*lines, *[None] * (deep * columns - len(lines))], strict=True):
         if entry is None:

@@ -28,25 +28,25 @@ def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
 
     found = [trace if isinstance(trace, Mapping) else trace.as_dict() for trace in traces]
     figure, axes = plt.subplots(figsize=(8.0, 4.0), layout="constrained")
-    colours = dict(zip([one["name"] for one in found], cycle(COLOURS)))
     first, start = found[0], found[0]["seen"][0]
     # measured bytes per token and head, all layers and heads together, turn one axis into the other
     token = max(first["valid"]) / max(first["tokens"])
-    for one in found:
+    for one, colour, style in zip(found, cycle(COLOURS), cycle(("-", "--", "-.")), strict=False):  # lines may coincide
         steps = [seen - start for seen in one["seen"]]
-        axes.plot(steps, [n / 2**20 for n in one["valid"]], color=colours[one["name"]], linewidth=1, label=one["name"])
+        mib = [n / 2**20 for n in one["valid"]]
+        axes.plot(steps, mib, color=colour, linestyle=style, linewidth=1, label=one["name"])
     steps = [seen - start for seen in first["seen"]]
     axes.plot(
         steps, [n / 2**20 for n in first["full"]], color="#888888", linewidth=1, linestyle=":", label="full cache"
     )
     most = first["budget"] + (first["every"] or 0)
-    for tokens, name in ((first["budget"], "budget"), (most, "budget + interval")):
+    for tokens, name, away in ((first["budget"], "budget", -11), (most, "budget + interval", 3)):
         axes.axhline(tokens * token / 2**20, color="#bbbbbb", linewidth=0.8, zorder=0)
         axes.annotate(
             f"{name}, {tokens}",
             (1.0, tokens * token / 2**20),
             xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
+            xytext=(-4, away),
             textcoords="offset points",
             ha="right",
             fontsize=8,
