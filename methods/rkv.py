@@ -103,7 +103,8 @@ class RKV(Method):
         duplicates: of near-duplicates, which each token overlooks: see `redundancy`.
         window_inside: the window is part of the budget, as in the code and every method here; else it is added to it,
             as the paper counts.
-        align: "row" counts from what a row holds; "total" fires at multiples of its total length, as the code does.
+        align: "row" counts from what a row holds; "total" fires at multiples of its total length, as the code does (one
+            token after each of them, and counting on from one sample to the next).
     """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
