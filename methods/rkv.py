@@ -77,11 +77,11 @@ class RedundancyScorer(WindowScorer):
         return (attention.sum(2) / valid.sum(1).clamp(min=1)[:, None, None])[:, :, None]
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
-        scores = self.lam * super().score(view, observed, state) if self.lam else torch.zeros(view.positions.shape)
-        if self.lam < 1:
-            scores = scores.to(view.keys.device)
-            alike = redundancy(view.keys, view.positions >= 0, self.threshold, self.duplicates)
-            scores = scores - (1 - self.lam) * alike
+        if self.lam == 1:
+            return super().score(view, observed, state)
+        scores = (self.lam - 1) * redundancy(view.keys, view.positions >= 0, self.threshold, self.duplicates)
+        if self.lam:
+            scores = scores + self.lam * super().score(view, observed, state)
         return scores
 
 

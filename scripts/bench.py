@@ -171,7 +171,7 @@ def generation(args: argparse.Namespace) -> int:
         console.print(f"wrote {args.png}")
     if args.json is not None:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        content = {"settings": settings, "hardware": facts}
+        content: dict = {"settings": settings, "hardware": facts}
         content |= {"traces": [one.as_dict() for one in traces], "flat": [one.as_dict() for one in flats]}
         args.json.write_text(json.dumps(content) + "\n")
     return int(any(trace.broken() for trace in traces) or any(flat.missed for flat in flats))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle
+from operator import mul
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,7 +57,7 @@ def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
     axes.set_xlim(0, steps[-1])
     axes.set_xlabel("tokens generated")
     axes.set_ylabel("keys, values and positions held (MiB)")
-    right = axes.secondary_yaxis("right", functions=(lambda y: y * 2**20 / token, lambda n: n * token / 2**20))
+    right = axes.secondary_yaxis("right", functions=(partial(mul, 2**20 / token), partial(mul, token / 2**20)))
     right.set_ylabel("tokens per head")
     axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
     axes.set_title(title, fontsize=10)
