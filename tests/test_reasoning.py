@@ -181,7 +181,7 @@ def test_the_score_is_the_mean_over_answers_with_shares_of_the_unfinished():
     assert summary["tokens_mean"] == 3.0 and summary["tokens"] == [4.25, 1.75] and summary["answers_per_problem"] == 4
 
 
-def test_a_sweep_over_methods_under_one_schedule_makes_records_and_figures(file, cell, runner, tmp_path):
+def test_a_sweep_over_methods_under_one_schedule_makes_records_and_figures(file, cell, runner, tmp_path, monkeypatch):
     common = ["task=reasoning/gsm8k", f"task.path={file}", "task.max_new_tokens=20", "budget=64"]
     for name in ("full", "rkv", "snapkv", "h2o"):
         outcome = runner(cell(*common, f"method={name}", "schedule=interval", "schedule.every=8"))
@@ -194,7 +194,11 @@ def test_a_sweep_over_methods_under_one_schedule_makes_records_and_figures(file,
             assert record["parts.schedule"] == "prompt+every8" and record["kv.kept_tokens_max"] == 71
             assert record["kv.bytes_held"] < record["kv.bytes_mean"] < record["kv.bytes_peak"]
     assert runner(cell(*common, "method=full")).status == "same", "what never evicts has no schedule"
-    assert report([str(tmp_path / "results"), "--png", str(tmp_path / "figures")]) == 0
+    arguments = [str(tmp_path / "results"), "--png", str(tmp_path / "figures")]
+    assert report(arguments) == 0
+    assert not list((tmp_path / "figures").glob("*-speed.png")), "twenty tokens have no speed along them"
+    monkeypatch.setattr("kvcompress.report.decode.SHORTEST", 0)
+    assert report(arguments) == 0 and len(list((tmp_path / "figures").glob("*-speed.png"))) == 1
 
 
 def test_the_place_of_the_file_is_no_part_of_the_run_but_its_content_is(file, cell, tmp_path):
