@@ -158,7 +158,7 @@ class Fidelity(Task):
                 id=f"{self.source}-{name}-P{self.prompt_tokens}-C{self.continuation_tokens}-s{self.seed}",
                 segments=(prompt,),
                 turns=(Turn(tuple(ids[room : room + forced]), 0 if forced else self.continuation_tokens),),
-                protocol={"question": "none", "template": wrap.template, "source": self.source, "texts": self.texts},
+                protocol={"template": wrap.template, "source": self.source, "texts": self.texts},
                 meta={
                     "prompt_tokens": len(prompt),
                     "truncated_tokens": 0,

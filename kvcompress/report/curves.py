@@ -105,8 +105,8 @@ def about(group: Sequence[Record]) -> str:
     record = group[0]
     counts = sorted({r["n_samples"] for r in group if r["n_samples"]})
     many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
-    asked = [f"{key} {record[f'protocol.{key}']}" for key in ("haystack", "source") if record.get(f"protocol.{key}")]
-    if record.get("protocol.question") not in (None, "none"):
+    asked = [str(record[f"protocol.{key}"]) for key in ("haystack", "source", "texts") if record.get(f"protocol.{key}")]
+    if record.get("protocol.question"):
         asked.append(f"question {record['protocol.question']}")
     return ", ".join([str(record["task"]), *asked, f"{many} samples"])
 
