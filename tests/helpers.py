@@ -16,10 +16,10 @@ EVICTING = sorted(name for name, cls in METHODS.items() if cls.budget_kind == "h
 
 
 def make(name: str, budget: float | int, **options: Any) -> Method:
-    """A method by class name, with a small window where it has one, so that tiny prompts exercise it."""
+    """A method by class name, with a small window and interval where it has one, so that tiny prompts exercise it."""
     cls = METHODS[name]
     fields = cls.__dataclass_fields__
-    for field, value in (("window", 3), ("sinks", 2), ("lag", 3)):
+    for field, value in (("window", 3), ("sinks", 2), ("lag", 3), ("interval", 3)):
         if field in fields and field not in options:
             options[field] = value
     return cls(budget=budget, **options)
