@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
-from kvcompress.budget import Budget, check_budget, is_unlimited
+from kvcompress.budget import Budget, cap, check_budget, is_unlimited
 from kvcompress.parts import (
     Allocator,
     Chunked,
@@ -64,7 +64,7 @@ ILLEGAL: list[tuple[str, Any]] = [
         "a reader that reads a selection hides attention that a scorer with a decode schedule needs",
         lambda m, p: (
             not p.reader.reads_all
-            and p.schedule.every is not None
+            and p.schedule.in_decode
             and p.scorer is not None
             and (p.scorer.needs.mass or p.scorer.needs.window == 1)
         ),
@@ -170,6 +170,19 @@ class Method:
     def compact_positions(self) -> bool:
         """True if kept keys are re-rotated to positions 0, 1, … and queries follow at the number held."""
         return False
+
+    def cap(self, real: Tensor) -> Tensor | None:
+        """Tokens that rows of `real [B]` tokens keep per KV head, LongTensor `[B]`; None without limit."""
+        return cap(self.budget, real)
+
+    def for_tokenizer(self, tokenizer: Any) -> Method:
+        """This method with what it says in text (a schedule's `newline` and `until`) as ids of a tokenizer.
+
+        Raises:
+            ValueError: the tokenizer has no such token.
+        """
+        schedule = self.parts().schedule
+        return self.replace(schedule=schedule.resolve(tokenizer)) if schedule.unresolved else self
 
     @property
     def limited(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -136,6 +136,7 @@ class Session(Hooks):
         top_p: float = 1.0,
         top_k: int = 0,
         seed: int | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> Generation:
         """Continue the current cache from its last logits; greedy at temperature 0.
 
@@ -146,6 +147,7 @@ class Session(Hooks):
             max_new_tokens: at most this many tokens per row.
             stop: token ids, any of which ends a row and is not part of its tokens.
             temperature, top_p, top_k, seed: sampling.
+            watch: called after every decode step, outside of what is timed.
         """
         self._must_be_open()
         check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -155,7 +157,7 @@ class Session(Hooks):
                 "nothing to continue: run the last tokens with session.prefill() or append(), which keep logits"
             )
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
-        output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed)
+        output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch)
         cache.pending = output.pending
         return output
 
@@ -179,17 +181,11 @@ class Session(Hooks):
         if cache.logits is None:
             raise ValueError("nothing predicts the first token: run the tokens before it with session.prefill()")
         yield (cache.logits if cache.pending is None else self.step(cache.pending))[:, None]
-        phase, length = ("decode", 1) if self._acts_in_decode() else ("append", block)
+        phase, length = ("decode", 1) if self.compressor.acts_in_decode else ("append", block)
         for start in range(0, ids.shape[1] - 1, length):
             part = ids[:, start : min(start + length, ids.shape[1] - 1)]
             yield self._forward(phase, part, None, every=True)
         cache.pending = ids[:, -1:]
-
-    def _acts_in_decode(self) -> bool:
-        """True if a decode step does more than attend to all that is held and store."""
-        parts, limited = self.compressor.parts, self.compressor.limited
-        scheduled = limited and parts.schedule.every is not None
-        return scheduled or not parts.reader.reads_all or parts.codec.name != "plain"
 
     def _forward(self, phase: str, ids: Tensor, mask: Tensor | None, every: bool = False) -> Tensor:
         """One forward in a stated phase → logits `[B, V]` after each row's last real token, kept on the cache.

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvcompress.report.curves import draw_all
+from kvcompress.report.decode import draw_speed
 from kvcompress.report.heatmap import draw
 from kvcompress.report.load import Entry, load
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
@@ -57,8 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for entry in found.entries:
             pairs.setdefault((entry.sweep, str(entry.record.get("protocol.pair"))), []).append(entry)
         for (sweep, pair), entries in sorted(pairs.items()):
-            path = options.png / f"{sweep}-{entries[0].record['task']}-{pair[:8]}.png"
+            path = options.png / f"{sweep}-{entries[0].record['task'].replace('/', '-')}-{pair[:8]}.png"
             if draw(entries, f"{sweep}: {title(entries[0].record)}", path):
+                notes.print(f"wrote {path}", markup=False, soft_wrap=True)
+            path = path.with_name(f"{path.stem}-speed.png")
+            if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
         for path in draw_all(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)

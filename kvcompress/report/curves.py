@@ -80,7 +80,7 @@ def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
         if panels := [panel for panel in panels if panel.drawable]:
             written += _save(_figure(panels, heading), folder / f"{stem}-budget")
         for group in usable:
-            name = f"{stem}-{group[0]['task']}-{str(group[0].get('protocol.pair'))[:8]}"
+            name = f"{stem}-{group[0]['task'].replace('/', '-')}-{str(group[0].get('protocol.pair'))[:8]}"
             if panels := [panel for panel in by_bytes(group) if panel.drawable]:
                 written += _save(_figure(panels, heading), folder / f"{name}-bytes")
             if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):

@@ -48,7 +48,7 @@ def family(record: Record) -> str:
         return "full cache"
     if not is_plain(record):
         return "another form or reading of the cache"
-    if "+every" in str(record.get("parts.schedule")):
+    if any(when in str(record.get("parts.schedule")) for when in ("every", "newline")):
         return "evict in decode as well"
     if str(record.get("parts.allocator")).lower() not in ("uniform", "none"):
         return "evict at the prompt's end, layers or heads get different shares"
