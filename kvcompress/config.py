@@ -156,7 +156,9 @@ def register() -> None:
     for name, method in method_classes().items():
         store.store(group="method", name=f"base_{name}", node=schema(method, name, METHOD_ELSEWHERE))
     for name, task in TASKS.items():
-        store.store(group="task", name=f"base_{name}", node=schema(task, name, TASK_ELSEWHERE))
+        folder, _, last = name.rpartition("/")  # a suite's tasks lie in a folder of their own
+        group = f"task/{folder}" if folder else "task"
+        store.store(group=group, name=f"base_{last}", node=schema(task, name, TASK_ELSEWHERE))
     for group, base in PARTS.items():
         for name, part in part_classes(base).items():
             store.store(group=group, name=f"base_{name}", node=schema(part, name))
@@ -177,6 +179,24 @@ def options(group: str, folder: Path) -> list[str]:
     if group == "model":
         found |= set(models.names())
     return sorted(found)
+
+
+def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
+    """`task=<suite>` for a folder of tasks → all of them, as a sweep: one cell and one record per data set."""
+    expanded, several = [], False
+    for override in overrides:
+        key, _, values = override.partition("=")
+        if key == "task":
+            names: list[str] = []
+            for value in values.split(","):
+                found = sorted((folder / "task" / value).glob("*.yaml")) if value and value[0] not in "./~" else []
+                names += [f"{value}/{path.stem}" for path in found] or [value]
+            several |= ",".join(names) != values
+            override = f"task={','.join(names)}"
+        expanded.append(override)
+    if several and not {"-m", "--multirun"} & set(expanded):
+        expanded.insert(0, "-m")
+    return expanded
 
 
 def check_overrides(overrides: Sequence[str], folder: Path) -> None:

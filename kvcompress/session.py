@@ -136,6 +136,7 @@ class Session(Hooks):
         top_p: float = 1.0,
         top_k: int = 0,
         seed: int | None = None,
+        min_new_tokens: int = 0,
     ) -> Generation:
         """Continue the current cache from its last logits; greedy at temperature 0.
 
@@ -146,6 +147,7 @@ class Session(Hooks):
             max_new_tokens: at most this many tokens per row.
             stop: token ids, any of which ends a row and is not part of its tokens.
             temperature, top_p, top_k, seed: sampling.
+            min_new_tokens: no stop token is picked before this many.
         """
         self._must_be_open()
         check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -155,7 +157,7 @@ class Session(Hooks):
                 "nothing to continue: run the last tokens with session.prefill() or append(), which keep logits"
             )
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
-        output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed)
+        output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, min_new_tokens)
         cache.pending = output.pending
         return output
 
