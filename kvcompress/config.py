@@ -156,9 +156,8 @@ def register() -> None:
     for name, method in method_classes().items():
         store.store(group="method", name=f"base_{name}", node=schema(method, name, METHOD_ELSEWHERE))
     for name, task in TASKS.items():
-        folder, _, last = name.rpartition("/")  # a suite's tasks lie in a folder of their own
-        group = f"task/{folder}" if folder else "task"
-        store.store(group=group, name=f"base_{last}", node=schema(task, name, TASK_ELSEWHERE))
+        flat = name.replace("/", "_")  # a name may have a folder: reasoning/gsm8k
+        store.store(group="task", name=f"base_{flat}", node=schema(task, name, TASK_ELSEWHERE))
     for group, base in PARTS.items():
         for name, part in part_classes(base).items():
             store.store(group=group, name=f"base_{name}", node=schema(part, name))

@@ -128,4 +128,4 @@ def test_the_demo_is_a_sweep_over_known_methods():
 def test_every_yaml_is_a_choice_that_composes():
     for group in config.GROUPS:
         for path in (FOLDER / group).rglob("*.yaml"):
-            cell(f"{group}={path.stem}")
+            cell(f"{group}={path.relative_to(FOLDER / group).with_suffix('')}")
