@@ -184,6 +184,24 @@ def options(group: str, folder: Path) -> list[str]:
     return sorted(found)
 
 
+def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
+    """`task=<suite>` for a folder of tasks → all of them, as a sweep: one cell and one record per data set."""
+    expanded, several = [], False
+    for override in overrides:
+        key, _, values = override.partition("=")
+        if key == "task":
+            names: list[str] = []
+            for value in values.split(","):
+                found = sorted((folder / "task" / value).glob("*.yaml")) if value and value[0] not in "./~" else []
+                names += [f"{value}/{path.stem}" for path in found] or [value]
+            several |= ",".join(names) != values
+            override = f"task={','.join(names)}"
+        expanded.append(override)
+    if several and not {"-m", "--multirun"} & set(expanded):
+        expanded.insert(0, "-m")
+    return expanded
+
+
 def check_overrides(overrides: Sequence[str], folder: Path) -> None:
     """Refuse unknown names of a group with the valid ones, before Hydra's less friendly message.
 

@@ -62,6 +62,7 @@ def generate(
     top_k: int = 0,
     seed: int | None = None,
     watch: Callable[[], None] | None = None,
+    min_new_tokens: int = 0,
 ) -> Generation:
     """Decode from `logits [B, V]` with `step(ids [B, 1], real [B] or None) -> logits`.
 
@@ -80,6 +81,8 @@ def generate(
     alive = torch.ones(batch, dtype=torch.bool)
     last = torch.zeros(batch, 1, dtype=torch.long, device=logits.device)
     for number in range(max_new_tokens):
+        if number < min_new_tokens and stops:
+            logits = logits.index_fill(1, torch.tensor(sorted(stops), device=logits.device), float("-inf"))
         tokens = pick(logits, temperature, top_p, top_k, generator)
         for row, token in enumerate(tokens.tolist()):
             if not alive[row]:

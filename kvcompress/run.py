@@ -19,7 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvcompress import models, record, tracking
 from kvcompress.compression import KERNELS
-from kvcompress.config import RESUME, build_method, build_task, check_keys, check_overrides, register
+from kvcompress.config import (
+    RESUME,
+    build_method,
+    build_task,
+    check_keys,
+    check_overrides,
+    expand_suites,
+    register,
+)
 from kvcompress.measure import hardware
 from kvcompress.method import Method
 from kvcompress.references import References
@@ -349,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvcompress.report.table import leaderboard, terminal
 
     folder = Path(str(kvcompress.conf.__file__)).parent
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = expand_suites(sys.argv[1:] if arguments is None else arguments, folder)
     register()
     console = Console(stderr=True)
     try:

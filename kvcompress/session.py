@@ -137,6 +137,7 @@ class Session(Hooks):
         top_k: int = 0,
         seed: int | None = None,
         watch: Callable[[], None] | None = None,
+        min_new_tokens: int = 0,
     ) -> Generation:
         """Continue the current cache from its last logits; greedy at temperature 0.
 
@@ -148,6 +149,7 @@ class Session(Hooks):
             stop: token ids, any of which ends a row and is not part of its tokens.
             temperature, top_p, top_k, seed: sampling.
             watch: called after every decode step, outside of what is timed.
+            min_new_tokens: no stop token is picked before this many.
         """
         self._must_be_open()
         check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -157,7 +159,9 @@ class Session(Hooks):
                 "nothing to continue: run the last tokens with session.prefill() or append(), which keep logits"
             )
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
-        output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch)
+        output = generate(
+            self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch, min_new_tokens
+        )
         cache.pending = output.pending
         return output
 

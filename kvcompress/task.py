@@ -26,12 +26,14 @@ class Turn:
         max_new_tokens: tokens generated at most.
         stop: token ids any of which ends the answer. The runner adds the model's own end tokens.
         references: strings the answer is scored against.
+        min_new_tokens: no stop token is picked before this many.
     """
 
     ids: tuple[int, ...]
     max_new_tokens: int
     stop: tuple[int, ...] = ()
     references: tuple[str, ...] = ()
+    min_new_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Task(ABC):
                 synchronize(device)
                 if number == 0:
                     question_s = time.perf_counter() - start
-                generation = session.generate(turn.max_new_tokens, stop=turn.stop)
+                generation = session.generate(turn.max_new_tokens, stop=turn.stop, min_new_tokens=turn.min_new_tokens)
                 tokens.append([int(token) for token in generation.tokens[0]])
                 finished.append(generation.finished[0])
                 tpot.extend(float(seconds) for seconds in generation.step_s)

@@ -1,5 +1,8 @@
 """Tests run on one thread: the models are tiny."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -50,3 +53,12 @@ def filters_for_random_models():
     patch.setattr(calibration, "find", found)
     yield find
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of published data sets (`paths.data`); tests of it are skipped where it is absent."""
+    folder = Path(os.environ.get("KVCOMPRESS_DATA", "data"))
+    if not (folder / "longbench_v1").is_dir():
+        pytest.skip(f"no data sets in {folder}: set KVCOMPRESS_DATA to their folder")
+    return folder
