@@ -61,11 +61,13 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int | None = None,
+    watch: Callable[[], None] | None = None,
+    min_new_tokens: int = 0,
 ) -> Generation:
     """Decode from `logits [B, V]` with `step(ids [B, 1], real [B] or None) -> logits`.
 
     The last picked token of each row is not fed: the cache holds exactly the tokens before it. A finished row goes on
-    as padding, which gets no position.
+    as padding, which gets no position. `watch` is called after every step, outside of what is timed.
 
     Raises:
         ValueError: for settings outside their range.
@@ -79,6 +81,8 @@ def generate(
     alive = torch.ones(batch, dtype=torch.bool)
     last = torch.zeros(batch, 1, dtype=torch.long, device=logits.device)
     for number in range(max_new_tokens):
+        if number < min_new_tokens and stops:
+            logits = logits.index_fill(1, torch.tensor(sorted(stops), device=logits.device), float("-inf"))
         tokens = pick(logits, temperature, top_p, top_k, generator)
         for row, token in enumerate(tokens.tolist()):
             if not alive[row]:
@@ -96,5 +100,7 @@ def generate(
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)
         result.step_s.append(time.perf_counter() - start)
+        if watch is not None:
+            watch()
     result.pending = last
     return result

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvcompress import models, record
-from kvcompress.config import check_overrides, folder, register
+from kvcompress.config import check_overrides, expand_suites, folder, register
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
 from kvcompress.launcher.dry import estimate
 from kvcompress.launcher.plan import Group, group_cells, note_cells
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvcompress.launcher.plugin import register_launcher
     from kvcompress.launcher.status import show
 
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = expand_suites(sys.argv[1:] if arguments is None else arguments, folder())
     console = Console(stderr=True)
     asked = [argument.partition("=")[2] for argument in arguments if argument.startswith("status=")]
     if asked:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.method import Codec, Method, Needs
+from kvcompress.method import Codec, Method, Needs, Scorer
 from kvcompress.observed import remember_queries
 from kvcompress.parts import Prefilled
 from kvcompress.session import Session
@@ -27,19 +26,31 @@ from kvcompress.session import Session
 Tensor = torch.Tensor
 
 
-def cannot_share(method: Method, kernel: str = "auto") -> str | None:
+def cannot_share(method: Method) -> str | None:
     """Why this method cannot start from a prefill made for several, or None if it can."""
     parts = method.parts()
     if parts.prefill.name != "oneshot":
         return f"prefill={parts.prefill.name} is its own"
     if method.compact_positions and method.limited:
         return "compact positions hold keys that are not rotated"
-    compressor = Compressor(method, 1, kernel)
-    needs = compressor.needs
+    needs, scorer = needs_of(method), parts.scorer
     known = Needs(window=needs.window, mass=needs.mass, decay=needs.decay, output=needs.output)
-    if compressor.observing or needs != known:
+    observing = method.limited and scorer is not None and type(scorer).observe is not Scorer.observe
+    if observing or needs != known:
         return "it observes more than windows of queries and attention mass"
     return None
+
+
+def needs_of(method: Method) -> Needs:
+    """What a method's scorer and allocator want to see of a prompt: nothing where no token can be dropped.
+
+    Raises:
+        ValueError: they cannot both be served.
+    """
+    parts = method.parts()
+    if not method.limited or parts.scorer is None:
+        return Needs()
+    return parts.scorer.needs | parts.allocator.needs
 
 
 class Recorder(Compressor):
@@ -112,7 +123,7 @@ class SharedPrefill:
         forward = replace(self.forward, passes=[], deferred={})
         assert self.cache.real is not None and self.cache.logits is not None
         cache.real = self.cache.real.clone()
-        cache.cap = budgets.cap(session.method.budget, cache.real) if compressor.limited else None
+        cache.cap = session.method.cap(cache.real) if compressor.limited else None
         cache.forward, cache.broken = forward, True  # until all layers are in
         compressor.kernels |= self.kernels
         at_once = compressor.parts.allocator.scope == "layer"

@@ -35,7 +35,7 @@ Job = tuple[Method, Callable[[Session], Any]]
 def cannot_join(method: Method) -> str | None:
     """Why the decode steps of this method cannot be rows of a batch with others', or None if they can."""
     parts = method.parts()
-    if method.limited and parts.schedule.every is not None:
+    if method.limited and parts.schedule.in_decode:
         return "it evicts while decoding"
     if not parts.reader.reads_all:
         return f"reader={parts.reader.name} reads a selection"
@@ -144,9 +144,9 @@ class Member(Session):
         finally:
             self._elsewhere(lambda: self.batch.leave(self))
 
-    def _forward(self, phase: str, ids: Tensor, mask: Tensor | None) -> Tensor:
+    def _forward(self, phase: str, ids: Tensor, mask: Tensor | None, every: bool = False) -> Tensor:
         with self._attached():
-            return super()._forward(phase, ids, mask)
+            return super()._forward(phase, ids, mask, every)
 
     def solo(self, ids: Tensor) -> Tensor:
         """A decode step of this session alone."""

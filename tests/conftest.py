@@ -1,11 +1,27 @@
 """Tests run on one thread: the models are tiny."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvcompress import calibration, load
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also run tests marked long")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked long are left out unless asked for."""
+    if config.getoption("--long"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +53,12 @@ def filters_for_random_models():
     patch.setattr(calibration, "find", found)
     yield find
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of published data sets (`paths.data`); tests of it are skipped where it is absent."""
+    folder = Path(os.environ.get("KVCOMPRESS_DATA", "data"))
+    if not (folder / "longbench_v1").is_dir():
+        pytest.skip(f"no data sets in {folder}: set KVCOMPRESS_DATA to their folder")
+    return folder

@@ -136,6 +136,7 @@ class Cell:
         check(config)
         self.config = config
         self.method, self.task = build_method(config), build_task(config)
+        self.fitted = self.method  # to the tokenizer, once that is loaded
         self.identity = identity(config, self.method, self.task)
         self.run_id = record.digest(self.identity)
         self.folder = record.RunFolder(Path(config.paths.results), config.sweep.name, self.run_id)
@@ -228,6 +229,7 @@ class Cell:
         parts = self.identity["parts"]
         written: dict[str, Any] = dict.fromkeys(record.KEYS)
         written |= found
+        written |= {f"metrics.{name}": value for name, value in self.task.summarise(rows).items()} if rows else {}
         written |= {f"parts.{name}": value for name, value in parts.items()}
         written |= record.versions() | {
             f"versions.{name}": value for name, value in hardware(models.resolve_device(self.config.device)).items()

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress import record
-from kvcompress.compression import Compressor
 from kvcompress.launcher.cell import Cell, model_key, pair_id
 from kvcompress.launcher.lock import locked
 from kvcompress.method import Codec, Needs
-from kvcompress.shared import cannot_share
+from kvcompress.shared import cannot_share, needs_of
 
 LAYOUT = 1  # of a sweep's folder
 CELLS_FILE = "sweep.json"
@@ -41,7 +40,7 @@ class Group:
         needs = Needs()
         for cell in self.cells:
             if cell.open:
-                needs |= observed(cell)
+                needs |= needs_of(cell.method)
         return needs
 
     @property
@@ -49,17 +48,12 @@ class Group:
         return self.cells[0].method.parts().codec
 
 
-def observed(cell: Cell) -> Needs:
-    """What a cell's scorer and allocator want to see of a prefill."""
-    return Compressor(cell.method, 1, str(cell.config.kernel)).needs
-
-
 def alone_because(cell: Cell) -> str:
     """Why a cell cannot share its prefill; empty if it can."""
     if not cell.task.shares_prefill:
         return f"task={cell.task.name} measures the prefill itself"
     try:
-        return cannot_share(cell.method, str(cell.config.kernel)) or ""
+        return cannot_share(cell.method) or ""
     except ValueError as error:  # it will say so again when it runs
         return str(error)
 
@@ -76,7 +70,7 @@ def group_cells(cells: Iterable[Cell], share: bool = True) -> list[Group]:
         reason = alone_because(cell) if share else "sharing is switched off"
         key: Any = number
         if not reason:
-            needs, blockwise = observed(cell), cell.config.kernel == "blockwise"
+            needs, blockwise = needs_of(cell.method), cell.config.kernel == "blockwise"
             mass = (needs.mass or blockwise, needs.decay if needs.mass else None if not blockwise else 1.0)
             where = str(cell.folder.path.parent), model_key(cell.config)
             key = (pair_id(cell.identity), *where, mass, repr(cell.method.parts().codec))

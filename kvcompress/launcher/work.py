@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcompress import models, tracking
-from kvcompress.launcher.cell import Cell, Outcome, check_lengths
+from kvcompress.launcher.cell import Cell, Outcome, check_lengths, pair_id
 from kvcompress.launcher.check import Watched, difference
 from kvcompress.launcher.plan import Group
 from kvcompress.layer import CompressedLayer
 from kvcompress.measure import without_peaks
+from kvcompress.references import References
 from kvcompress.session import compress
 from kvcompress.shared import SharedPrefill, prefill_once
 from kvcompress.task import Sample, Task
@@ -109,13 +110,15 @@ class Worker:
         for cell in open_cells(group):
             cell.total = len(samples)
             try:
+                cell.fitted = cell.method.for_tokenizer(tokenizer)
                 check_lengths(samples, model, cell.method)
             except ValueError as fault:
                 self._fail(cell, fault)
         return Loaded(model, tokenizer, [with_ends(sample, ends) for sample in samples])
 
     def _samples(self, group: Group, loaded: Loaded) -> None:
-        cells = open_cells(group)
+        cells, first = open_cells(group), group.cells[0]
+        references = References(first.folder.path.parent, [pair_id(first.identity), first.source])
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             title = cells[0].title if len(cells) == 1 else f"{len(cells)} cells · {group.cells[0].task.name}"
@@ -123,6 +126,14 @@ class Worker:
             bar = progress.add_task(title, total=total, completed=done)
             for sample in loaded.samples:
                 due = [cell for cell in open_cells(group) if sample.id not in cell.done]
+                try:
+                    sample = (
+                        references.attach(first.task, sample, loaded.model, str(first.config.kernel)) if due else sample
+                    )
+                except Exception as fault:
+                    for cell in due:
+                        self._fail(cell, fault)
+                    continue
                 shared = self._prefill(group, loaded, sample) if group.shared and due else None
                 if shared is not None and self.how.together:
                     self._together(due, loaded, sample, shared, partial(progress.advance, bar))
@@ -156,7 +167,7 @@ class Worker:
         if len(cells) < 2:
             return
         for turn in turns(cells, shared, self.how.memory):
-            jobs = [(cell.method, partial(cell.task.run, sample=sample)) for cell in turn]
+            jobs = [(cell.fitted, partial(cell.task.run, sample=sample)) for cell in turn]
             with without_peaks():
                 results, share = decode_together(loaded.model, jobs, shared, str(turn[0].config.kernel))
             for cell, result in zip(turn, results, strict=True):
@@ -234,7 +245,7 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
 def joins(cell: Cell, shared: SharedPrefill) -> bool:
     """True if this cell's decode steps can be rows of a batch: its task asks the session alone, its cache is ours."""
     ours = all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers)
-    return ours and type(cell.task).run is Task.run and cannot_join(cell.method) is None
+    return ours and type(cell.task).run is Task.run and cannot_join(cell.fitted) is None
 
 
 def turns(cells: Sequence[Cell], shared: SharedPrefill, memory: int | None) -> list[list[Cell]]:
@@ -266,7 +277,7 @@ def checked(
     """The result of decoding together, if decoding alone gives the same; else the fault."""
     try:
         with (
-            Watched(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session,
+            Watched(loaded.model, cell.fitted, str(cell.config.kernel), loaded.tokenizer, shared) as session,
             without_peaks(),
         ):
             alone = cell.task.run(session, sample)
@@ -279,7 +290,7 @@ def checked(
 def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
     """What the task says of one sample, run in a session of its own: nothing leaks from sample to sample."""
     peaks = nullcontext() if shared is None else without_peaks()
-    with compress(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session, peaks:
+    with compress(loaded.model, cell.fitted, str(cell.config.kernel), loaded.tokenizer, shared) as session, peaks:
         return cell.task.run(session, sample)
 
 

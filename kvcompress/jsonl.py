@@ -1,0 +1,57 @@
+"""Samples of published data sets from JSON Lines, with errors that name file and line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+
+def find(name: str, folders: Iterable[Path | None]) -> Path | None:
+    """The first `<folder>/<name>.jsonl` that is there."""
+    return next((f / f"{name}.jsonl" for f in folders if f is not None and (f / f"{name}.jsonl").is_file()), None)
+
+
+def check(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
+    """A row that has the named fields; ValueError names the first that is missing."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a JSON object is needed, found {type(row).__name__}")
+    for field in fields:
+        if field not in row:
+            raise ValueError(f"{where}: field {field!r} is missing; found: {', '.join(map(str, row)) or 'none'}")
+    return row
+
+
+@lru_cache(maxsize=32)
+def read(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], ...]:
+    """All rows of a JSON Lines file.
+
+    Raises:
+        ValueError: the file cannot be read, a line is no JSON, or a field is missing: named with its line.
+    """
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: no JSON ({error})") from error
+        rows.append(check(row, fields, where))
+    if not rows:
+        raise ValueError(f"{path} holds no record")
+    return tuple(rows)
+
+
+@lru_cache(maxsize=32)
+def content_hash(path: Path) -> str:
+    """16 hex digits that change with the content."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,0 +1,13 @@
+"""Metrics of published benchmarks: plain functions in `scores`, and the same as `evaluate` modules through `load`."""
+
+from kvcompress.metrics.scores import VERSIONS, score
+
+__all__ = ["VERSIONS", "load", "score"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "load":  # evaluate and datasets take seconds to import: only when asked for
+        from kvcompress.metrics.modules import load
+
+        return load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,122 @@
+"""Prompts of published benchmarks as token ids: cut in the middle, wrapped in a chat template, parted at the question."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TEMPLATES = ("auto", "chat", "none")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model sees it.
+
+    Attributes:
+        context: ids up to where the question begins; all of them where nothing is to be held back.
+        question: ids from there on.
+        template: "chat" or "none", as resolved.
+        truncated: tokens that were cut out of the middle.
+    """
+
+    context: tuple[int, ...]
+    question: tuple[int, ...]
+    template: str
+    truncated: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.context + self.question
+
+
+def resolve_template(tokenizer: Any, template: str) -> str:
+    """ "chat" or "none"; "auto" is chat where the tokenizer has a template.
+
+    Raises:
+        ValueError: an unknown value, or "chat" and the tokenizer has none.
+    """
+    if template not in TEMPLATES:
+        raise ValueError(f"template={template!r}; valid: {', '.join(TEMPLATES)}")
+    has = bool(getattr(tokenizer, "chat_template", None))
+    if template == "chat" and not has:
+        raise ValueError("template=chat, but this tokenizer has no chat template; use template=auto or none")
+    return "chat" if template != "none" and has else "none"
+
+
+def cut_text(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
+    """LongBench's rule: the decoded first and last `limit // 2` tokens, joined as text.
+
+    What comes out is tokenised again, so that it may be a few tokens longer or shorter than `limit`.
+
+    Returns:
+        the text, and the number of tokens cut out.
+    """
+    ids = tokenizer(text, truncation=False)["input_ids"]
+    if len(ids) <= limit:
+        return text, 0
+    half = limit // 2
+    first, last = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+    return first + last, len(ids) - 2 * half
+
+
+def cut_ids(ids: Sequence[int], limit: int) -> tuple[int, ...]:
+    """The first `limit // 2` and the last `limit - limit // 2` ids: exactly `limit` where there are more."""
+    if len(ids) <= limit:
+        return tuple(ids)
+    half = limit // 2
+    return (*ids[:half], *ids[len(ids) - (limit - half) :])
+
+
+def build(
+    tokenizer: Any, text: str, tail: str, template: str, limit: int | None, truncation: str, hide: bool
+) -> Prompt:
+    """Cut, wrap and tokenise a prompt, and part it where `tail` (the question and what follows) begins.
+
+    Args:
+        text: the prompt before any wrapper; it ends with `tail`.
+        template: as `resolve_template` takes it.
+        limit: at most this many tokens, or None. With truncation "text" before the wrapper, as published; with
+            "tokens" all of them, exactly.
+        hide: part the prompt at the tail. The ids are the same; a token that spans the border goes to the question.
+
+    Raises:
+        ValueError: hide=True and the tail itself was cut.
+    """
+    kind = resolve_template(tokenizer, template)
+    cut = 0
+    if limit is not None and truncation == "text":
+        text, cut = cut_text(tokenizer, text, limit)
+    if kind == "chat":
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    encoded = tokenizer(text, add_special_tokens=kind == "none", return_offsets_mapping=hide)
+    ids = list(encoded["input_ids"])
+    border = len(ids)
+    if hide:
+        at = text.rfind(tail.strip())
+        if at < 0:
+            raise ValueError(f"question=hidden, but the question was cut: raise max_length above {limit}")
+        # special tokens have empty offsets
+        border = next(i for i, (start, end) in enumerate(encoded["offset_mapping"]) if end > at and end > start)
+    if limit is not None and truncation == "tokens" and len(ids) > limit:
+        question = len(ids) - border
+        if hide and question > limit - limit // 2:
+            raise ValueError(f"question=hidden, but the question alone takes {question} tokens: raise max_length")
+        cut = len(ids) - limit
+        ids, border = list(cut_ids(ids, limit)), limit - question
+    return Prompt(tuple(ids[:border]), tuple(ids[border:]), kind, cut)
+
+
+def describe(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
+    """What a record keeps of a prompt: length, hash, and its first and last 200 characters."""
+    text = tokenizer.decode(prompt.ids, skip_special_tokens=False)
+    return {
+        "prompt_tokens": len(prompt.ids),
+        "truncated_tokens": prompt.truncated,
+        "prompt_hash": hashlib.sha256(" ".join(map(str, prompt.ids)).encode()).hexdigest()[:16],
+        "prompt_first": text[:200],
+        "prompt_last": text[-200:],
+    }
