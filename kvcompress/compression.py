@@ -16,7 +16,7 @@ from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.layouts import DenseStore
+from kvcompress.layouts import DenseStore, RaggedStore
 from kvcompress.method import LayerView, Method, Needs
 from kvcompress.observed import LayerObserved
 from kvcompress.selection import lowest_slot, ranked, top_slots
@@ -119,6 +119,14 @@ class Compressor:
             store.get("mass").add_(mass)
         else:
             store.put("mass", store.get("mass") + mass)
+
+    @staticmethod
+    def add_lane_mass(store: RaggedStore, mass: Tensor) -> None:
+        """Add attention mass `[lanes, G, slots]` to the sums of slots held in lanes."""
+        if "mass" not in store.channels:
+            store.put("mass", store.padded(mass.transpose(1, 2)))
+        else:
+            store.in_lanes("mass").add_(mass.transpose(1, 2))
 
     def _remember_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
         """Keep the last W real queries of each row `[B, H, W, D]` and their positions `[B, W]`, newest last."""

@@ -179,12 +179,18 @@ class CompressedLayer(CacheLayerMixin):
         """Keys and values `[B, H_kv, P, D]` as attention sees them: decoded, rotated; garbage in empty slots."""
         if self.fresh is not None:
             return self.fresh
-        cache = self.holder()
-        store = self.held()
-        names = [n for n in store.channels if n not in ("positions", "mass", "score")]
-        keys, values = cache.codec.decode({name: store.get(name) for name in names})
+        cache, store = self.holder(), self.held()
+        keys, values = cache.codec.decode({name: store.get(name) for name in self.coded()})
         rotation = cache.rotation(self.index)
         return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
+
+    def coded(self) -> list[str]:
+        """Names of the channels that the codec made."""
+        return [name for name in self.held().channels if name not in ("positions", "mass", "score")]
+
+    def decoded(self, channels: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values from channels `[..., slots, ...]` of the codec."""
+        return self.holder().codec.decode(channels)
 
     def ranks(self) -> Tensor:
         """Index of each held token among those held, `[B, H_kv or 1, P]`: its position when positions are compact."""

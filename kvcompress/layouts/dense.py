@@ -60,6 +60,15 @@ class DenseStore:
         return self._counts
 
     @property
+    def heads(self) -> int:
+        return self._counts.shape[1]
+
+    @property
+    def holes(self) -> int:
+        """Empty slots of the fullest row and head."""
+        return self.length - int(self.counts.max())
+
+    @property
     def full(self) -> bool:
         """True if no held slot is empty, so that no mask is needed to read them."""
         if self._full is None:
@@ -106,17 +115,31 @@ class DenseStore:
             buffer[:, :, : self.length] = old[:, :, : self.length]
             self.channels[name] = buffer
 
-    def mark_empty(self, slots: Tensor, rows: Tensor) -> None:
-        """Empty one slot per row and head without moving the others. `slots` `[B, H, 1]`; `rows` bool `[B]`, CPU."""
+    def mark_empty(self, slots: Tensor, drop: Tensor | None = None) -> None:
+        """Empty one slot per row and head without moving the others.
+
+        Args:
+            slots: LongTensor `[B, H, 1]`.
+            drop: bool `[B, H]` on the CPU, the heads to do it in; None for all.
+        """
         positions = self.channels["positions"]
         if positions.shape[1] != slots.shape[1]:
             positions = self.channels["positions"] = positions.expand(-1, slots.shape[1], -1).clone()
-        if bool(rows.all()):
+        if drop is None or bool(drop.all()):
             positions.scatter_(2, slots, -1)
+            if self._appended:
+                self._appended -= 1
+            else:
+                self._counts = self._counts - 1
         else:
             keep = positions.gather(2, slots)
-            positions.scatter_(2, slots, torch.where(rows.to(slots.device)[:, None, None], -1, keep))
-        self._counts, self._full = self.counts - rows[:, None].long(), None
+            positions.scatter_(2, slots, torch.where(drop.to(slots.device)[:, :, None], -1, keep))
+            self._counts = self.counts - drop.long()
+        self._full = False
+
+    def grown_by_one(self, counts: Tensor) -> bool:
+        """True if nothing happened since `counts` was read but that every head got one token."""
+        return self._counts is counts and self._appended == 1
 
     def select_rows(self, index: Tensor) -> None:
         """Reorder, repeat or drop batch rows."""
