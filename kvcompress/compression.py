@@ -16,15 +16,16 @@ from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.layouts import DenseStore, RaggedStore
+from kvcompress.layouts import DenseStore, RaggedStore, RankedStore
 from kvcompress.method import LayerView, Method, Needs
 from kvcompress.observed import LayerObserved
 from kvcompress.selection import lowest_slot, ranked, top_slots
+from kvcompress.steady import steady
 
 Tensor = torch.Tensor
 
 KERNELS = ("auto", "blockwise")
-MAX_HOLES = 16  # slots emptied in place, one per decode step, before a layer is compacted
+MAX_HOLES = 32  # slots emptied in place, one per decode step, before a layer is compacted
 
 
 class Clock:
@@ -174,9 +175,15 @@ class Compressor:
             self._remember_queries(layer, q, forward)
         elif "queries" in layer.state:
             self._forget_queries(layer)
+        if forward.phase == "decode" and layer.steady is not None and layer.steady.holds(layer.held(), layer.target):
+            with self.clock.running(q.device):
+                scores, _ = self._score(layer, probabilities, features, forward, cache)
+                layer.drop_one(layer.steady.pick(scores))
+            return
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
+        layer.steady = None
         with self.clock.running(q.device):
             if forward.phase == "decode" or self.parts.allocator.scope == "layer":
                 self._compress(layer, rows, probabilities, features, forward, cache)
@@ -226,10 +233,6 @@ class Compressor:
         if forward.phase == "decode":
             assert layer.target is not None
             counts = layer.target
-            if self._same_as_last_step(layer, rows):
-                assert layer.guard is not None
-                layer.drop_one(lowest_slot(scores, positions, layer.guard[1]), rows)
-                return
         else:
             total = cache.cap * scores.shape[1] * self.n_layers
             seen = cache.full_layers.index(layer) + 1
@@ -237,16 +240,6 @@ class Compressor:
             counts = self.parts.allocator.allocate(shown, [layer.stat], seen, self.n_layers, total)[0]
             layer.stat = None
         self._apply(layer, scores, positions, counts, rows, forward, cache)
-
-    @staticmethod
-    def _same_as_last_step(layer: CompressedLayer, rows: Tensor) -> bool:
-        """True if every row holds one slot per head too many, as when its protection was last worked out."""
-        if layer.guard is None or not isinstance(layer.store, DenseStore):
-            return False
-        target, _, longest = layer.guard
-        if target is None or target is not layer.target or layer.length - longest > MAX_HOLES:
-            return False
-        return bool((layer.counts - target == 1).all()) and bool(rows.all())
 
     def _score(
         self,
@@ -279,12 +272,15 @@ class Compressor:
 
     def _shown(self, scores: Tensor, positions: Tensor, cache: CompressedCache) -> Tensor:
         """Scores with protected and empty slots marked, for an allocator that looks at them."""
-        scorer, kept = self.parts.scorer, self._kept(cache)
-        assert scorer is not None
         if self.parts.allocator.uniform:
             return scores
-        kept = kept[:, None].expand(-1, scores.shape[1])
-        return ranked(scores, positions, budgets.protect(kept, scorer.sinks, scorer.window(kept)))
+        return ranked(scores, positions, self._protected(scores.shape[1], cache))
+
+    def _protected(self, heads: int, cache: CompressedCache) -> budgets.Protection:
+        """Sinks and window `[B, H_kv]` of heads that keep what their row keeps on average."""
+        scorer, kept = self.parts.scorer, self._kept(cache)[:, None].expand(-1, heads)
+        assert scorer is not None
+        return budgets.protect(kept, scorer.sinks, scorer.window(kept))
 
     def _protection(self, counts: Tensor, cache: CompressedCache) -> budgets.Protection:
         """Sinks and window of heads that keep `counts [B, H_kv]`.
@@ -294,8 +290,7 @@ class Compressor:
         """
         scorer = self.parts.scorer
         assert scorer is not None
-        kept = self._kept(cache)[:, None].expand_as(counts)
-        row = budgets.protect(kept, scorer.sinks, scorer.window(kept))
+        row = self._protected(counts.shape[1], cache)
         asked = scorer.window(counts)
         window = torch.where(row.clamped, torch.minimum(asked, row.window), asked)
         head = budgets.protect(counts, row.sinks, window, spare=0)
@@ -330,12 +325,13 @@ class Compressor:
         counts = torch.where(rows[:, None], torch.minimum(wanted, held), held)
         protection = self._protection(counts, cache)
         cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
-        decode = forward.phase == "decode"
-        if decode and isinstance(layer.store, DenseStore) and layer.length - int(counts.max()) <= MAX_HOLES:
-            if bool((held - counts == rows[:, None].long()).all()):
-                layer.guard = (layer.target, protection, int(counts.max()))
-                layer.drop_one(lowest_slot(scores, positions, protection), rows)
-                return
+        decode, drop = forward.phase == "decode", held - counts
+        if decode and layer.held().holes < MAX_HOLES and int(drop.max()) == 1:
+            layer.drop_one(lowest_slot(scores, positions, protection), drop > 0)
+            if bool((drop == 1).all()) and self.parts.schedule.every == 1 and self.parts.schedule.align == "row":
+                assert layer.target is not None
+                layer.steady = steady(layer.held(), layer.target, protection, MAX_HOLES)
+            return
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
             assert layer.target is not None
@@ -352,26 +348,42 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
-        scores, _ = self._score(layer, probabilities, features, forward, cache)
+        scores, positions = self._score(layer, probabilities, features, forward, cache)
         layer.held().put("score", scores[..., None])
+        layer.shown = self._shown(scores, positions, cache)
         if self.parts.allocator.scope == "cascade":
             self._allocate_scored(cache, forward)
 
     def _allocate_scored(self, cache: CompressedCache, forward: Forward) -> None:
         """Share the budget among the layers scored so far and trim each to its new count."""
-        scored = [layer for layer in cache.full_layers if layer.store is not None and "score" in layer.store.channels]
+        scored = [layer for layer in cache.full_layers if layer.shown is not None]
         if not scored or cache.cap is None:
             return
-        scores = [layer.held().get("score").squeeze(-1) for layer in scored]
-        total = cache.cap * scores[0].shape[1] * self.n_layers
-        shown = [self._shown(s, layer.positions(), cache) for layer, s in zip(scored, scores, strict=True)]
+        shown = [layer.store.shown if isinstance(layer.store, RankedStore) else layer.shown for layer in scored]
+        total = cache.cap * scored[0].held().heads * self.n_layers
         stats = [layer.stat for layer in scored]
-        counts = self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)
-        for layer, layer_scores, wanted in zip(scored, scores, counts, strict=True):
-            everyone = torch.ones(len(wanted), dtype=torch.bool)
-            if bool((layer.counts > wanted.cpu()).any()):
-                self._apply(layer, layer_scores, layer.positions(), wanted, everyone, forward, cache)
-            layer.target = wanted.cpu()
+        counts = [c.cpu() for c in self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)]
+        # an allocator that leaves a prompt whole beyond the budget has decode go on at the cap
+        whole = torch.stack([c.sum(1) for c in counts]).sum(0) > total
+        whole &= torch.stack([(c >= layer.counts).all(1) for c, layer in zip(counts, scored, strict=True)]).all(0)
+        for layer, wanted in zip(scored, counts, strict=True):
+            if bool((layer.counts > wanted).any()):
+                self._trim(layer, wanted, forward, cache)
+            layer.target = torch.where(whole[:, None], torch.minimum(wanted, cache.cap[:, None]), wanted)
+
+    def _trim(self, layer: CompressedLayer, wanted: Tensor, forward: Forward, cache: CompressedCache) -> None:
+        """Cut a scored layer to its new count: by rank as long as what is protected stays the same, else anew."""
+        held = layer.counts
+        counts, protected = torch.minimum(wanted, held), self._protected(layer.held().heads, cache)
+        protection = self._protection(counts, cache)
+        if torch.equal(protection.sinks, protected.sinks) and torch.equal(protection.window, protected.window):
+            cache.clamped |= bool((protection.clamped & (counts < held)).any())
+            layer.cut(counts)
+            return
+        layer.finish()
+        scores, everyone = layer.held().get("score").squeeze(-1), torch.ones(len(wanted), dtype=torch.bool)
+        self._apply(layer, scores, layer.positions(), wanted, everyone, forward, cache)
+        layer.shown = self._shown(layer.held().get("score").squeeze(-1), layer.positions(), cache)
 
     @torch.no_grad()
     def end_of_forward(self, cache: CompressedCache) -> None:
@@ -383,6 +395,7 @@ class Compressor:
             if self.parts.allocator.scope == "all":
                 self._allocate_scored(cache, forward)
             for layer in cache.full_layers:
-                layer.stat = None
+                layer.stat = layer.shown = None
                 if layer.store is not None:
+                    layer.finish()
                     layer.store.drop_channel("score")

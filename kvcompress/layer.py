@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from kvcompress.compat import CacheLayerMixin, Rotation
-from kvcompress.layouts import DenseStore, RaggedStore, Store, keep_slots
+from kvcompress.layouts import DenseStore, RaggedStore, RankedStore, Store, keep_slots
 from kvcompress.parts import Codec, State
 
 Tensor = torch.Tensor
@@ -73,7 +73,8 @@ class CompressedLayer(CacheLayerMixin):
         self.seen = 0
         self.state: State = {}
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
-        self.guard: tuple[Tensor | None, Any, int] | None = None  # protection worked out for a target, of use next step
+        self.steady: Any = None  # `steady.Steady`, while decode drops one token per head and step
+        self.shown: Tensor | None = None  # scores as the allocator sees them, while a prompt runs
         self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
         self.evicted = 0
         self.group = 1  # query heads per KV head
@@ -215,12 +216,27 @@ class CompressedLayer(CacheLayerMixin):
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
 
-    def drop_one(self, slots: Tensor, rows: Tensor) -> None:
-        """Empty one slot per head `[B, H_kv, 1]` of the given rows (bool `[B]`, CPU) in place, leaving a hole."""
-        store = self.held()
-        assert isinstance(store, DenseStore)
-        store.mark_empty(slots, rows)
-        self.evicted += int(rows.sum()) * slots.shape[1]
+    def cut(self, counts: Tensor) -> None:
+        """While a prompt runs: hold the best `counts [B, H_kv]` by what the allocator was shown."""
+        self.fresh, store = None, self.held()
+        self.evicted += int((store.counts - counts).sum())
+        if isinstance(store, RankedStore):
+            store.cut(counts)
+        else:
+            assert self.shown is not None
+            channels = {name: store.get(name) for name in store.channels}
+            self.store = RankedStore(channels, self.shown, counts)
+
+    def finish(self) -> None:
+        """Put what `cut` left into positional order."""
+        if isinstance(self.store, RankedStore):
+            ordered = self.store.finish()
+            self.store = ordered if ordered.full else keep_slots(ordered, ordered.get("positions") >= 0)
+
+    def drop_one(self, slots: Tensor, drop: Tensor | None = None) -> None:
+        """Empty one slot `[B, H_kv, 1]` of the heads in `drop` (bool `[B, H_kv]`, CPU; None for all) in place."""
+        self.held().mark_empty(slots, drop)
+        self.evicted += slots.numel() if drop is None else int(drop.sum())
 
     def fork(self, cache: Holder) -> CompressedLayer:
         copy = CompressedLayer(cache, self.index)
@@ -266,6 +282,8 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
         kind = "positions" if name == "positions" else "keys_values"
         found[kind] += slots * width * value.element_size()
     found["scores"] += sum(storage_bytes(t) for t in layer.state.values())
+    if layer.steady is not None:
+        found["index"] += storage_bytes(layer.steady.blocked)
     if real is not None:
         found["full"] = int(real.sum()) * layer.full_width
     return found

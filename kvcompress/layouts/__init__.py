@@ -6,6 +6,7 @@ import torch
 
 from kvcompress.layouts.dense import DenseStore, gather_slots
 from kvcompress.layouts.ragged import RaggedStore
+from kvcompress.layouts.ranked import RankedStore
 
 Store = DenseStore | RaggedStore
 
@@ -13,7 +14,7 @@ Store = DenseStore | RaggedStore
 # under 1.25 times what is valid.
 DENSE_WASTE = 1.1
 
-__all__ = ["DenseStore", "RaggedStore", "Store", "keep_slots"]
+__all__ = ["DenseStore", "RaggedStore", "RankedStore", "Store", "keep_slots"]
 
 
 def keep_slots(store: Store, mask: torch.Tensor, grow: bool = False) -> Store:
