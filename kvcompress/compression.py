@@ -303,7 +303,7 @@ class Compressor:
             layer=layer.index,
             n_layers=self.n_layers,
             read=layer.keys_values,
-            positions=positions.expand(-1, layer.counts.shape[1], -1),
+            positions=positions.expand(-1, layer.held().heads, -1),
             real=real,
             kept=kept,
             phase=phase,

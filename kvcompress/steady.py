@@ -63,4 +63,4 @@ def steady(store: Store, target: Tensor, protection: Protection, most: int) -> S
         return None
     blocked = positions.new_ones((*positions.shape[:2], length + left + 1), dtype=torch.bool)
     blocked[..., :length] = ~candidates(positions, protection)
-    return Steady(target, store.counts, blocked, length - window, left)
+    return Steady(target, store.settle(), blocked, length - window, left)

@@ -36,7 +36,8 @@ class RaggedStore:
     def __init__(self, channels: dict[str, Tensor], counts: Tensor):
         """Hold packed `channels` whose segments lie one after the other, `counts` LongTensor `[B, H]` on the CPU."""
         self.channels = channels
-        self._counts, self._appended = counts, 0
+        self._sum: Tensor | None
+        self._recount(counts)
         self._holes = torch.zeros_like(counts)
         self._pack()
 
@@ -55,9 +56,12 @@ class RaggedStore:
     @property
     def counts(self) -> Tensor:
         """Non-empty slots, LongTensor `[B, H]` on the CPU."""
-        if self._appended:
-            self._counts, self._appended = self._counts + self._appended, 0
-        return self._counts
+        if self._sum is None:
+            self._sum = self._counts + self._appended
+        return self._sum
+
+    def _recount(self, counts: Tensor) -> None:
+        self._counts, self._appended, self._sum = counts, 0, counts
 
     @property
     def extents(self) -> Tensor:
@@ -222,7 +226,7 @@ class RaggedStore:
                     flat.index_fill_(0, self._next, 0)
             self._next += 1
             self._room -= 1
-            self._appended += 1
+            self._appended, self._sum = self._appended + 1, None
             self._length += 1
             self._places = None
             return
@@ -238,7 +242,7 @@ class RaggedStore:
                 flat[slots] = new[name].expand(batch, heads, *new[name].shape[2:])[chosen]
             else:
                 flat[slots] = 0
-        self._counts = self.counts + added[:, None]
+        self._recount(self.counts + added[:, None])
         self._room, self._next, self._places = 0, None, None
         self._length = int(self.extents.max())
 
@@ -259,17 +263,21 @@ class RaggedStore:
         flat = self.places()[0].gather(2, slots).flatten()
         if drop is None or bool(drop.all()):
             self._holes = self._holes + 1
-            if self._appended:
-                self._appended -= 1
-            else:
-                self._counts = self._counts - 1
+            self._appended -= 1
+            self._sum = self._counts if self._appended == 0 else None
         else:
             flat = flat[drop.flatten().to(flat.device)]
-            self._counts, self._holes = self.counts - drop.long(), self._holes + drop.long()
+            self._recount(self.counts - drop.long())
+            self._holes = self._holes + drop.long()
         self.channels["positions"].index_fill_(0, flat, -1)
 
+    def settle(self) -> Tensor:
+        """Take the present counts as those to start from, and return them."""
+        self._recount(self.counts)
+        return self._counts
+
     def grown_by_one(self, counts: Tensor) -> bool:
-        """True if nothing happened since `counts` was read but that every head got one token."""
+        """True if nothing happened since `settle` gave `counts` but that every head got one token."""
         return self._counts is counts and self._appended == 1
 
     def select_rows(self, index: Tensor) -> None:
@@ -277,13 +285,15 @@ class RaggedStore:
         places, held = (x.index_select(0, index.to(x.device)) for x in self.places())
         chosen = places[held]
         self.channels = {name: flat.index_select(0, chosen) for name, flat in self.channels.items()}
-        self._counts, self._holes = (x.index_select(0, index.cpu()) for x in (self.counts, self._holes))
+        self._recount(self.counts.index_select(0, index.cpu()))
+        self._holes = self._holes.index_select(0, index.cpu())
         self._pack()
 
     def fork(self) -> RaggedStore:
         copy = RaggedStore.__new__(RaggedStore)
         copy.channels = {name: exact(value) for name, value in self.channels.items()}
-        copy._counts, copy._appended, copy._holes = self.counts.clone(), 0, self._holes.clone()
+        copy._recount(self.counts.clone())
+        copy._holes = self._holes.clone()
         copy._pack()
         copy.lane, copy._lanes = self.lane, [list(lanes) for lanes in self._lanes]
         return copy
