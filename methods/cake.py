@@ -18,7 +18,9 @@ def spread(attention: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance over the window's queries, `[B, H_kv, G, P]`; 0 variance of a single query."""
     number = valid.sum(1).clamp(min=1)[:, None, None, None]
     mean = attention.sum(3) / number
-    apart = (attention - mean[:, :, :, None]).square() * valid[:, None, None, :, None]
+    apart = (attention - mean[:, :, :, None]).square_()
+    if not bool(valid.all()):
+        apart *= valid[:, None, None, :, None]
     return mean, apart.sum(3) / (number - 1).clamp(min=1)
 
 
@@ -49,6 +51,7 @@ class Preference(Allocator):
         window: queries that observe.
         repair: "exact" rounds so that budgets add up and never grow from layer to layer (which could not bring evicted
             tokens back); "published" repairs them as the released code does, which loses up to 2% of the total.
+        gate: leave a row whole that holds at most its cap plus the window, as the released code does.
     """
 
     scope: ClassVar = "cascade"
@@ -58,6 +61,7 @@ class Preference(Allocator):
     tau2: float = 1.0
     window: int = 32
     repair: str = "exact"
+    gate: bool = False
 
     def __post_init__(self) -> None:
         if not (self.tau1 > 0 and self.tau2 > 0):
@@ -77,9 +81,9 @@ class Preference(Allocator):
         held = view.positions >= 0
         window = protect(view.kept, 0, self.window).window.to(held.device)[:, None, None]
         prefix = held & (held.cumsum(-1) <= held.sum(-1, keepdim=True) - window)
-        attention = attention.masked_fill(~prefix[:, :, None, None], 0.0)
-        entropy = -(attention * (attention + 1e-10).log()).sum((1, 2, 3, 4))
-        variance = spread(attention, valid)[1].sum((1, 2, 3))
+        # summed over queries first: the window's columns are then cheap to leave out
+        entropy = -(attention + 1e-10).log_().mul_(attention).sum((2, 3)).masked_fill_(~prefix, 0.0).sum((1, 2))
+        variance = spread(attention, valid)[1].sum(2).masked_fill_(~prefix, 0.0).sum((1, 2))
         h, v = entropy.double().clamp(min=1e-30), variance.double().clamp(min=1e-30)
         return (h.log() / self.tau1 + v.log() / self.tau2).exp().cpu()
 
@@ -90,6 +94,10 @@ class Preference(Allocator):
         for row, cap in enumerate((total // (n_layers * heads)).tolist()):
             held = [int(h[row].max()) for h, _ in occupied]
             guarded = [int(p[row].max()) for _, p in occupied]
+            if self.gate and max(held) <= cap + self.window:
+                for layer, n in enumerate(held):
+                    counts[layer][row] = n
+                continue
             # layers to come protect what this one does
             free = cap * n_layers - sum(guarded) - guarded[-1] * (n_layers - layers_seen)
             row_counts = self.numbers([float(s[row]) for s in stats], held, guarded, max(free, 0))
@@ -137,25 +145,30 @@ class CAKE(SnapKV):
     """Evict by mean and variance of the window's attention, layer by layer, within budgets that layers compete for.
 
     At prompt end in a cascade (paper section 4), then in decode one token per head and step, by the last query's
-    attention. The released code leaves prompts of up to budget plus window whole; here the budget holds.
+    attention.
 
     Attributes:
         gamma: weight of the variance in a token's score.
         tau1, tau2: temperatures of entropy and variance in a layer's preference.
         repair: of budgets that are not whole: "exact", or "published" as in the released code.
+        gate: leave a prompt of up to budget plus window whole and come down to the budget in decode, as the released
+            code does; else the budget holds.
         decode: evict after every decoded token.
         window, kernel, pooling, group_reduce, reduce_first: as in SnapKV; 32, 5 and "avg" in paper and code.
     """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": True, "repair": "exact"},
-        "code": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": False, "repair": "published"},
+        "paper": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": True}
+        | {"repair": "exact", "gate": False},
+        "code": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": False}
+        | {"repair": "published", "gate": True},
     }
 
     gamma: float = 200.0
     tau1: float = 1.0
     tau2: float = 1.0
     repair: str | None = None
+    gate: bool | None = None
     decode: bool = True
 
     def check(self) -> None:
@@ -181,7 +194,7 @@ class CAKE(SnapKV):
 
     def make_allocator(self) -> Allocator:
         assert self.window is not None and self.repair is not None
-        return Preference(self.tau1, self.tau2, self.window, self.repair)
+        return Preference(self.tau1, self.tau2, self.window, self.repair, bool(self.gate))
 
     def make_schedule(self) -> Schedule:
         return Schedule(every=1 if self.decode else None)
