@@ -70,7 +70,9 @@ EVICTION = (
         check
         for budget, target in ((0.5, 0.85), (0.2, 0.70))
         for check in (
-            Check(f"perhead-{budget}", "decode per token, budgets per head", f"perhead@{budget}", (4096,), {4096: target}),
+            Check(
+                f"perhead-{budget}", "decode per token, budgets per head", f"perhead@{budget}", (4096,), {4096: target}
+            ),
             Check(
                 f"ragged-{budget}",
                 "the same beside a uniform method that holds as many bytes (as plain)",
@@ -296,7 +298,9 @@ def plan(only: Iterable[str] = (), lengths: Sequence[int] = ()) -> list[tuple[Ch
 
 def measurements(planned: Sequence[tuple[Check, int]], pairs: int) -> int:
     """How many times progress will be called for the plan: three runs a pair, and one warm-up of each side."""
-    return sum(3 * (min(pairs, FEW_PAIRS) if check.name.startswith(("memory", "share")) else pairs) + 2 for check, _ in planned)
+    return sum(
+        3 * (min(pairs, FEW_PAIRS) if check.name.startswith(("memory", "share")) else pairs) + 2 for check, _ in planned
+    )
 
 
 def figure(value: float, check: str) -> str:

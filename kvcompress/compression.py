@@ -359,7 +359,7 @@ class Compressor:
         scored = [layer for layer in cache.full_layers if layer.shown is not None]
         if not scored or cache.cap is None:
             return
-        shown = [layer.store.shown if isinstance(layer.store, RankedStore) else layer.shown for layer in scored]
+        shown = [x.store.shown if isinstance(x.store, RankedStore) else x.shown for x in scored if x.shown is not None]
         total = cache.cap * scored[0].held().heads * self.n_layers
         stats = [layer.stat for layer in scored]
         counts = [c.cpu() for c in self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)]

@@ -131,6 +131,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.store, self.seen, self.state, self.target, self.is_initialized = None, 0, {}, None, False
+        self.steady = self.shown = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_rows(beam_idx)
@@ -151,6 +152,7 @@ class CompressedLayer(CacheLayerMixin):
             return
         self.store.select_rows(index)
         self.state = {k: v.index_select(0, index.to(v.device)) for k, v in self.state.items()}
+        self.steady = None
         self.target = None if self.target is None else self.target.index_select(0, index.cpu())
 
     # ------------------------------------------------------------------ what is held
@@ -225,7 +227,7 @@ class CompressedLayer(CacheLayerMixin):
         else:
             assert self.shown is not None
             channels = {name: store.get(name) for name in store.channels}
-            self.store = RankedStore(channels, self.shown, counts)
+            self.store = RankedStore(channels, self.shown, counts)  # type: ignore[assignment]  # until finish()
 
     def finish(self) -> None:
         """Put what `cut` left into positional order."""

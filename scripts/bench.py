@@ -32,7 +32,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     overhead.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto")
     overhead.add_argument("--pairs", type=int, default=11, help="pairs per check; A/A runs beside them")
     overhead.add_argument("--lengths", default="", help="tokens, comma-separated; default: each check's own")
-    overhead.add_argument("--only", default="", help="prefill,decode,evicted,floor,compression,mass,memory; also perhead,ragged,share")
+    overhead.add_argument(
+        "--only", default="", help="prefill,decode,evicted,floor,compression,mass,memory; also perhead,ragged,share"
+    )
     overhead.add_argument("--tokens", type=int, default=32, help="decoded tokens per measurement")
     overhead.add_argument("--budget", type=float, default=0.1, help="of the check `evicted`")
     overhead.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")

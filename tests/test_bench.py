@@ -11,7 +11,8 @@ import torch
 
 from kvcompress.bench import CHECKS, EVICTION, Overhead, Row, measurements, plan
 from kvcompress.measure import Ratios
-from kvcompress.methods import H2O, METHODS as BY_NAME, AdaKV, Full, SnapKV
+from kvcompress.methods import H2O, AdaKV, Full, SnapKV
+from kvcompress.methods import METHODS as BY_NAME
 from kvcompress.models import random_model
 
 METHODS = {"full": Full(), "evicting": SnapKV(budget=0.5), "window": SnapKV(budget=0.5), "mass": H2O(budget=0.5)}
