@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvcompress import compat
 from kvcompress.cache import CompressedCache
-from kvcompress.compression import Clock
+from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
 from kvcompress.method import Method

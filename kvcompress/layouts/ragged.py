@@ -188,7 +188,8 @@ class RaggedStore:
                 own.append(used)
                 used += 1
         if not self.lane or used * size > len(self.channels["positions"]):
-            self._move((used + max(1, used // 16)) * size, lanes, size)
+            spare = max(1, used // 16, len(lanes) if size < BLOCK else 0)
+            self._move((used + spare) * size, lanes, size)
         self.lane, self._lanes = size, lanes
         self._owner = self._table = self._next = None
 
