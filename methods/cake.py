@@ -24,6 +24,14 @@ def spread(attention: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return mean, apart.sum(3) / (number - 1).clamp(min=1)
 
 
+def window_spread(observed: Observed, size: int) -> tuple[Tensor, Tensor]:
+    """`spread` of a layer's window, worked out once where scorer and allocator both ask."""
+    known = vars(observed).setdefault("window_spread", {})
+    if size not in known:
+        known[size] = spread(*observed.window(size))
+    return known[size]
+
+
 @dataclass(frozen=True)
 class IndicatorScorer(WindowScorer):
     """Mean plus `gamma` times the variance of a key's attention over the window; in decode, the last query's."""
@@ -33,7 +41,7 @@ class IndicatorScorer(WindowScorer):
     def votes(self, view: LayerView, observed: Observed) -> Tensor:
         if view.phase == "decode":
             return observed.window(1)[0].squeeze(3)
-        mean, variance = spread(*observed.window(self.size))
+        mean, variance = window_spread(observed, self.size)
         return mean + self.gamma * variance
 
 
@@ -77,13 +85,13 @@ class Preference(Allocator):
 
     def stat(self, view: LayerView, observed: Observed) -> Tensor:
         """The layer's preference, float64 `[B]` on the CPU."""
-        attention, valid = observed.window(self.window)
+        attention, _ = observed.window(self.window)
         held = view.positions >= 0
         window = protect(view.kept, 0, self.window).window.to(held.device)[:, None, None]
         prefix = held & (held.cumsum(-1) <= held.sum(-1, keepdim=True) - window)
         # summed over queries first: the window's columns are then cheap to leave out
         entropy = -(attention + 1e-10).log_().mul_(attention).sum((2, 3)).masked_fill_(~prefix, 0.0).sum((1, 2))
-        variance = spread(attention, valid)[1].sum(2).masked_fill_(~prefix, 0.0).sum((1, 2))
+        variance = window_spread(observed, self.window)[1].sum(2).masked_fill_(~prefix, 0.0).sum((1, 2))
         h, v = entropy.double().clamp(min=1e-30), variance.double().clamp(min=1e-30)
         return (h.log() / self.tau1 + v.log() / self.tau2).exp().cpu()
 
