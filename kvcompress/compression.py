@@ -6,17 +6,21 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
+from kvcompress.compat import Rotation
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.layouts import DenseStore, RaggedStore, RankedStore
-from kvcompress.method import LayerView, Method, Needs
-from kvcompress.observed import LayerObserved
-from kvcompress.selection import lowest_slot, ranked, top_slots
+from kvcompress.layouts import RankedStore
+from kvcompress.method import LayerView, Method, Needs, Scorer
+from kvcompress.observed import LayerObserved, remember_queries
+from kvcompress.passes import PassLayer
+from kvcompress.selection import lowest_slot, ranked, staged, top_slots
 from kvcompress.steady import steady
 
 Tensor = torch.Tensor
@@ -38,11 +42,14 @@ class Compressor:
         self.limited = method.limited and self.parts.scorer is not None
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
         self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
-        for name in ("hidden", "prerope", "extra_passes"):
+        self.observing = self.parts.scorer is not None and type(self.parts.scorer).observe is not Scorer.observe
+        self.rotations: list[Rotation] | None = None  # given by the session where parts need `prerope`
+        for name in ("hidden",):
             if getattr(self.needs, name):
                 raise ValueError(
                     f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
                 )
+        self.projections: dict[int, torch.nn.Module] = {}  # output projections by layer, where they are needed
         self.kernels: set[str] = set()
         self.clock = Clock()
 
@@ -56,6 +63,10 @@ class Compressor:
     def wants_probabilities(self) -> bool:
         """True if a decode step's attention weights are used: then they are computed once, with the output."""
         return self.blockwise or self.needs.mass or (self.needs.window == 1 and self.parts.schedule.every is not None)
+
+    @property
+    def _every_step(self) -> bool:
+        return self.parts.schedule.every == 1 and self.parts.schedule.align == "row"
 
     @property
     def seconds(self) -> float:
@@ -77,40 +88,15 @@ class Compressor:
 
     # ------------------------------------------------------------------ observing
 
-    def add_mass(self, layer: CompressedLayer, mass: Tensor) -> None:
-        """Add attention mass `[B, H_kv, G, P]` to the slots' sums, held as `[B, H_kv, P, G]` float32."""
-        store, mass = layer.held(), mass.transpose(2, 3)
-        if "mass" not in store.channels:
-            store.put("mass", mass.contiguous())
-        elif isinstance(store, DenseStore):
-            store.get("mass").add_(mass)
-        else:
-            store.put("mass", store.get("mass") + mass)
+    def add_mass(self, layer: CompressedLayer, mass: Tensor, forward: Forward) -> None:
+        """Add a forward's attention mass `[B, H_kv, G, P]` to the slots' sums, which fade with every new query."""
+        decay = self.needs.decay
+        layer.add_mass(mass, None if decay == 1.0 else (decay ** forward.added.double()).float())
 
-    @staticmethod
-    def add_lane_mass(store: RaggedStore, mass: Tensor) -> None:
-        """Add attention mass `[lanes, G, slots]` to the sums of slots held in lanes."""
-        if "mass" not in store.channels:
-            store.put("mass", store.padded(mass.transpose(1, 2)))
-        else:
-            store.in_lanes("mass").add_(mass.transpose(1, 2))
-
-    def _remember_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
-        """Keep the last W real queries of each row `[B, H, W, D]` and their positions `[B, W]`, newest last."""
-        size = self.needs.window
-        positions = forward.on("positions", q.device).expand(q.shape[0], -1).long()
-        if "queries" in layer.state:
-            q = torch.cat([layer.state["queries"], q[:, :, -size:] if forward.real is None else q], dim=2)
-            new = positions[:, -size:] if forward.real is None else positions
-            positions = torch.cat([layer.state["query_positions"], new], dim=1)
-        if forward.real is None and "queries" not in layer.state:
-            q, positions = q[:, :, -size:], positions[:, -size:]
-        elif positions.shape[1] > size or bool((positions < 0).any()):
-            # real queries to the right, in order: the last W columns are then the last W real ones
-            order = torch.sort((positions >= 0).to(torch.uint8), dim=1, stable=True).indices[:, -size:]
-            positions = positions.gather(1, order)
-            q = q.gather(2, order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-        layer.state["queries"], layer.state["query_positions"] = q.clone(), positions.clone()
+    def add_lane_mass(self, layer: CompressedLayer, mass: Tensor, forward: Forward) -> None:
+        """The same for what is held in lanes, `[lanes, G, slots]`."""
+        decay = self.needs.decay
+        layer.add_lane_mass(mass, None if decay == 1.0 else (decay ** forward.added.double()).float())
 
     @staticmethod
     def _forget_queries(layer: CompressedLayer) -> None:
@@ -118,10 +104,30 @@ class Compressor:
             layer.state.pop(name, None)
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
-        """Called when a prompt with all its chunks is in: its queries are only of use to a decode schedule."""
+        """Called when a prompt with all its chunks is in: what was seen of it is only of use to a decode schedule."""
         if self.parts.schedule.every is None or self.needs.window == 1:
             for layer in cache.full_layers:
                 self._forget_queries(layer)
+        if self.parts.schedule.every is None:
+            for layer in cache.full_layers:
+                self._forget_prompt(layer)
+
+    def _forget_prompt(self, layer: CompressedLayer) -> None:
+        for name in self.parts.scorer.prompt_state if self.parts.scorer else ():
+            layer.state.pop(name, None)
+
+    def _observe(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
+        """Show the scorer this forward."""
+        assert self.parts.scorer is not None
+        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
+        self.parts.scorer.observe(view, observed, layer.state)
 
     # ------------------------------------------------------------------ deciding and applying
 
@@ -135,22 +141,47 @@ class Compressor:
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
+        if isinstance(layer, PassLayer):
+            layer.observe(q, features, forward)
+            return
         # a decode step's own attention is known already, so a window of one needs no queries there
         beyond = schedule.every is not None and self.needs.window > 1
         if self.needs.window and (forward.phase == "prompt" or beyond):
-            self._remember_queries(layer, q, forward)
+            remember_queries(layer, q, forward, self.needs.window)
         elif "queries" in layer.state:
             self._forget_queries(layer)
+        layer.queries = q
+        try:
+            if self.observing:
+                if forward.phase == "prompt" or schedule.every is not None:
+                    with self.clock.running(q.device):
+                        self._observe(layer, probabilities, features, forward, cache)
+                else:
+                    self._forget_prompt(layer)
+            if forward.passes:  # their attention is part of the decision
+                forward.deferred[layer.index] = features
+            else:
+                self._decide(layer, probabilities, features, forward, cache)
+        finally:
+            layer.queries = None
+
+    def _decide(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
         if forward.phase == "decode" and layer.steady is not None and layer.steady.holds(layer.held(), layer.target):
-            with self.clock.running(q.device):
-                scores, _ = self._score(layer, probabilities, features, forward, cache)
-                layer.drop_one(layer.steady.pick(scores))
+            with self.clock.running(layer.held().get("positions").device):
+                layer.drop_one(layer.steady.pick(self._score(layer, probabilities, features, forward, cache)[0]))
             return
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
         layer.steady = None
-        with self.clock.running(q.device):
+        with self.clock.running(layer.positions().device):
             if forward.phase == "decode" or self.parts.allocator.scope == "layer":
                 self._compress(layer, rows, probabilities, features, forward, cache)
             else:
@@ -195,7 +226,7 @@ class Compressor:
         cache: CompressedCache,
     ) -> None:
         assert cache.cap is not None
-        scores, positions = self._score(layer, probabilities, features, forward, cache)
+        scores, second, positions = self._score(layer, probabilities, features, forward, cache)
         if forward.phase == "decode":
             assert layer.target is not None
             counts = layer.target
@@ -205,7 +236,7 @@ class Compressor:
             shown = [self._shown(scores, positions, cache)]
             counts = self.parts.allocator.allocate(shown, [layer.stat], seen, self.n_layers, total)[0]
             layer.stat = None
-        self._apply(layer, scores, positions, counts, rows, forward, cache)
+        self._apply(layer, scores, second, positions, counts, rows, forward, cache)
 
     def _score(
         self,
@@ -214,21 +245,46 @@ class Compressor:
         features: Features,
         forward: Forward,
         cache: CompressedCache,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Scores, scores of a second stage where there is one, and positions."""
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
-        positions = layer.positions()
-        view = self._view(layer, positions, forward.phase, self._kept(cache))
-        observed = LayerObserved(layer, view, positions, probabilities, features, forward)
+        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
+        positions = observed.positions
         scores = scorer.score(view, observed, layer.state)
         if scores.shape != view.positions.shape or scores.dtype != torch.float32:
             raise ValueError(
                 f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 "
                 f"{tuple(view.positions.shape)}"
             )
+        second = scorer.second(scores, view, observed)
         if forward.phase == "prompt":
             layer.stat = self.parts.allocator.stat(view, observed)
-        return scores, positions
+        return scores, second, positions
+
+    def _staged(
+        self, scores: Tensor, second: Tensor | None, positions: Tensor, counts: Tensor, protection: budgets.Protection
+    ) -> Tensor:
+        """The ranking that heads which keep `counts [B, H_kv]` go by."""
+        scorer = self.parts.scorer
+        if second is None or scorer is None:
+            return scores
+        return staged(scores, second, positions, counts, protection, scorer.first_share, scorer.protected_first)
+
+    def _shown_layer(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> tuple[LayerView, LayerObserved]:
+        """What a scorer sees of a layer."""
+        positions = layer.positions()
+        view = self._view(layer, positions, forward.phase, self._kept(cache))
+        rotation = None if self.rotations is None else self.rotations[layer.index]
+        projection = self.projections.get(layer.index)
+        return view, LayerObserved(layer, view, positions, probabilities, features, forward, rotation, projection)
 
     @staticmethod
     def _kept(cache: CompressedCache) -> Tensor:
@@ -274,12 +330,14 @@ class Compressor:
             kept=kept,
             phase=phase,
             group=layer.group,
+            leader=functools.partial(layer.holder().leader, layer.index),
         )
 
     def _apply(
         self,
         layer: CompressedLayer,
         scores: Tensor,
+        second: Tensor | None,
         positions: Tensor,
         counts: Tensor,
         rows: Tensor,
@@ -291,10 +349,11 @@ class Compressor:
         counts = torch.where(rows[:, None], torch.minimum(wanted, held), held)
         protection = self._protection(counts, cache)
         cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
+        scores = self._staged(scores, second, positions, counts, protection)
         decode, drop = forward.phase == "decode", held - counts
         if decode and layer.held().holes < MAX_HOLES and int(drop.max()) == 1:
             layer.drop_one(lowest_slot(scores, positions, protection), drop > 0)
-            if bool((drop == 1).all()) and self.parts.schedule.every == 1 and self.parts.schedule.align == "row":
+            if bool((drop == 1).all()) and second is None and self._every_step:
                 assert layer.target is not None
                 layer.steady = steady(layer.held(), layer.target, protection, MAX_HOLES)
             return
@@ -314,8 +373,8 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
-        scores, positions = self._score(layer, probabilities, features, forward, cache)
-        layer.held().put("score", scores[..., None])
+        scores, second, positions = self._score(layer, probabilities, features, forward, cache)
+        layer.held().put("score", torch.stack([scores] if second is None else [scores, second], dim=-1))
         layer.shown = self._shown(scores, positions, cache)
         if self.parts.allocator.scope == "cascade":
             self._allocate_scored(cache, forward)
@@ -342,20 +401,37 @@ class Compressor:
         held = layer.counts
         counts, protected = torch.minimum(wanted, held), self._protected(layer.held().heads, cache)
         protection = self._protection(counts, cache)
-        if torch.equal(protection.sinks, protected.sinks) and torch.equal(protection.window, protected.window):
+        one_stage = isinstance(layer.store, RankedStore) or self._held_scores(layer)[1] is None
+        if (
+            one_stage
+            and torch.equal(protection.sinks, protected.sinks)
+            and torch.equal(protection.window, protected.window)
+        ):
             cache.clamped |= bool((protection.clamped & (counts < held)).any())
             layer.cut(counts)
             return
         layer.finish()
-        scores, everyone = layer.held().get("score").squeeze(-1), torch.ones(len(wanted), dtype=torch.bool)
-        self._apply(layer, scores, layer.positions(), wanted, everyone, forward, cache)
-        layer.shown = self._shown(layer.held().get("score").squeeze(-1), layer.positions(), cache)
+        scores, second = self._held_scores(layer)
+        everyone = torch.ones(len(wanted), dtype=torch.bool)
+        self._apply(layer, scores, second, layer.positions(), wanted, everyone, forward, cache)
+        layer.shown = self._shown(self._held_scores(layer)[0], layer.positions(), cache)
+
+    @staticmethod
+    def _held_scores(layer: CompressedLayer) -> tuple[Tensor, Tensor | None]:
+        """Scores of both stages that travel with a layer's slots."""
+        scores = layer.held().get("score")
+        return scores[..., 0], scores[..., 1] if scores.shape[-1] > 1 else None
 
     @torch.no_grad()
     def end_of_forward(self, cache: CompressedCache) -> None:
         """Called when all layers have run: allocators that needed all scores decide now."""
         forward = cache.forward
-        if not self.limited or forward is None or forward.phase != "prompt" or self.parts.allocator.scope == "layer":
+        if not self.limited or forward is None or forward.phase != "prompt":
+            return
+        for layer in cache.full_layers:
+            if layer.index in forward.deferred:
+                self._decide(layer, None, forward.deferred[layer.index], forward, cache)
+        if self.parts.allocator.scope == "layer":
             return
         with self.clock.running(cache.full_layers[-1].device):
             if self.parts.allocator.scope == "all":

@@ -19,6 +19,7 @@ from kvcompress.parts import (
     Observed,
     OneShot,
     Parts,
+    Pass,
     Plain,
     Prefill,
     ReadAll,
@@ -44,6 +45,7 @@ __all__ = [
     "Observed",
     "OneShot",
     "Parts",
+    "Pass",
     "Plain",
     "Prefill",
     "ReadAll",
@@ -78,6 +80,10 @@ ILLEGAL: list[tuple[str, Any]] = [
     (
         "a reader that selects pages cannot follow compact positions, which move with every eviction",
         lambda m, p: m.compact_positions and not p.reader.reads_all,
+    ),
+    (
+        "compact positions rotate queries anew, so that they cannot be seen before rotation",
+        lambda m, p: m.compact_positions and (p.allocator.needs.prerope or (p.scorer and p.scorer.needs.prerope)),
     ),
     (
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
@@ -124,6 +130,18 @@ class Method:
 
     def check(self) -> None:
         """Raise ValueError for illegal hyper-parameters. Called once the preset has filled them in."""
+
+    def bind(self, model: Any) -> Method:
+        """This method ready for a model: called once by a session before it builds the parts.
+
+        A method that needs data of the model (calibrated filters, head classes) returns a copy with it filled in.
+        Such data goes into fields declared with `repr=False, compare=False`: they are no hyper-parameters, so they are
+        neither on the command line nor in a record.
+
+        Raises:
+            ValueError: if there is none for this model, naming the command that makes it.
+        """
+        return self
 
     def notes(self, model: Any) -> list[str]:
         """What a user should know of this method on this model: warned when attached, kept in the session's report."""
@@ -180,6 +198,8 @@ class Method:
         """Plain values of every hyper-parameter for a record; parts by name."""
         described = {}
         for field in fields(self):
+            if not field.repr:  # data of a model that bind() filled in
+                continue
             value = getattr(self, field.name)
             if isinstance(value, (int, float, str, bool, type(None))):
                 described[field.name] = value

@@ -237,7 +237,9 @@ class Runner:
                     continue
                 turns = tuple(replace(turn, stop=tuple(sorted({*turn.stop, *ends}))) for turn in sample.turns)
                 sample = replace(sample, turns=turns)
-                with compress(model, method, kernel) as session:  # one of its own: nothing leaks from sample to sample
+                with compress(
+                    model, method, kernel, tokenizer
+                ) as session:  # one of its own: nothing leaks from sample to sample
                     out = task.run(session, sample)
                 out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
                 scores = task.score(sample, out)

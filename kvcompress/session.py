@@ -27,8 +27,8 @@ class Session(Hooks):
     `generate` say explicitly which phase a forward is.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto"):
-        super().__init__(model, method, kernel)
+    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto", tokenizer: Any = None):
+        super().__init__(model, method, kernel, tokenizer)
         self.prefill_seconds = 0.0
 
     # ------------------------------------------------------------------ explicit phases
@@ -256,12 +256,13 @@ class Session(Hooks):
         }
 
 
-def compress(model: PreTrainedModel, method: Method, kernel: str = "auto") -> Session:
+def compress(model: PreTrainedModel, method: Method, kernel: str = "auto", tokenizer: Any = None) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
 
     Args:
         kernel: "auto" takes SDPA wherever no probabilities are wanted; "blockwise" takes the kernel that also yields
             attention mass everywhere, so that methods that need it and others can be compared on one kernel.
+        tokenizer: for methods that write prompts of their own (KVzip); by default the one `load` gave with the model.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:
@@ -271,4 +272,4 @@ def compress(model: PreTrainedModel, method: Method, kernel: str = "auto") -> Se
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel)
+    return Session(model, method, kernel, tokenizer)

@@ -19,7 +19,8 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     """A method by class name, with a small window where it has one, so that tiny prompts exercise it."""
     cls = METHODS[name]
     fields = cls.__dataclass_fields__
-    for field, value in (("window", 3), ("sinks", 2), ("lag", 3)):
+    small = {"window": 3, "sinks": 2, "lag": 3, "recent": 3, "history": 5, "drop": 3}
+    for field, value in small.items():
         if field in fields and field not in options:
             options[field] = value
     return cls(budget=budget, **options)

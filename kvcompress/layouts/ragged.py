@@ -178,7 +178,7 @@ class RaggedStore:
             self._table = torch.tensor(rows, dtype=torch.int32, device=self.device)
         return self._table
 
-    def _provide(self, wanted: list[int]) -> None:
+    def _provide(self, wanted: list[int], grow: bool = True) -> None:
         """Lanes for segments of `wanted` slots, and the buffer they need."""
         size = self.lane or lane_size(self.extents)
         lanes = [list(own) for own in self._lanes] or [[] for _ in wanted]
@@ -189,7 +189,7 @@ class RaggedStore:
                 used += 1
         if not self.lane or used * size > len(self.channels["positions"]):
             spare = max(1, used // 16, len(lanes) if size < BLOCK else 0)
-            self._move((used + spare) * size, lanes, size)
+            self._move((used + (spare if grow else 0)) * size, lanes, size)
         self.lane, self._lanes = size, lanes
         self._owner = self._table = self._next = None
 
@@ -211,8 +211,11 @@ class RaggedStore:
 
     # ------------------------------------------------------------------ changes
 
-    def append(self, new: dict[str, Tensor], real: Tensor | None, added: Tensor) -> None:
-        """Add the real tokens of new channels `[B, H or 1, n, ...]`; `real` bool `[B, n]`, None if all are."""
+    def append(self, new: dict[str, Tensor], real: Tensor | None, added: Tensor, grow: bool = True) -> None:
+        """Add the real tokens of `new` channels `[B, H or 1, n, ...]`; `real` bool `[B, n]`, None if all are.
+
+        `grow=False` makes room for these and no more.
+        """
         batch, heads = self._counts.shape
         n = new["positions"].shape[2]
         if real is None and n == 1:
@@ -233,7 +236,7 @@ class RaggedStore:
             return
         mask = torch.ones(batch, n, dtype=torch.bool) if real is None else real.cpu()
         extents = self.extents
-        self._provide((extents + added[:, None]).flatten().tolist())
+        self._provide((extents + added[:, None]).flatten().tolist(), grow)
         offset = extents[:, :, None] + (mask.long().cumsum(1) - 1)[:, None, :]
         chosen = mask[:, None, :].expand(batch, heads, n)
         segments = torch.arange(batch * heads).view(batch, heads, 1).expand_as(offset)
@@ -290,11 +293,15 @@ class RaggedStore:
         self._holes = self._holes.index_select(0, index.cpu())
         self._pack()
 
-    def fork(self) -> RaggedStore:
+    def sharing(self, channels: dict[str, Tensor]) -> RaggedStore:
+        """A store of other channels that lie as these do."""
         copy = RaggedStore.__new__(RaggedStore)
-        copy.channels = {name: exact(value) for name, value in self.channels.items()}
+        copy.channels = channels
         copy._recount(self.counts.clone())
         copy._holes = self._holes.clone()
         copy._pack()
         copy.lane, copy._lanes = self.lane, [list(lanes) for lanes in self._lanes]
         return copy
+
+    def fork(self) -> RaggedStore:
+        return self.sharing({name: exact(value) for name, value in self.channels.items()})
