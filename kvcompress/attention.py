@@ -26,7 +26,7 @@ from kvcompress.kernels.blockwise import (
     units,
     visible,
 )
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import BESIDE, CompressedLayer, Forward
 from kvcompress.layouts import RaggedStore, Store
 
 Tensor = torch.Tensor
@@ -122,8 +122,9 @@ def attend(
         return output.transpose(1, 2), None
     positions, queries = layer.positions(), forward.on("positions", q.device)
     output = torch.empty_like(q)
-    mass = None
+    mass = weights = None
     if observe_mass:
+        weights = forward.weights(compressor.needs.decay, q.device)
         mass = torch.zeros(q.shape[0], keys.shape[1], q.shape[1] // keys.shape[1], keys.shape[2], device=q.device)
     compressor.kernel("blockwise" if math else "sdpa")
     ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
@@ -141,10 +142,10 @@ def attend(
                 continue
             output[batch, heads, rows], p = softmax_block(block, k, v, allowed, part, start)
             if mass is not None:
-                real = None if forward.real is None else forward.on("real", q.device)[batch, rows]
-                mass[batch, kv, :, :last] += (p if real is None else p * real[:, None, None, :, None]).sum(3)
+                w = None if weights is None else weights[batch if weights.shape[0] > 1 else ALL[0], rows]
+                mass[batch, kv, :, :last] += (p if w is None else p * w[:, None, None, :, None]).sum(3)
     if mass is not None:
-        compressor.add_mass(layer, mass)
+        compressor.add_mass(layer, mass, forward)
     return output, None
 
 
@@ -175,7 +176,7 @@ def _decode(
     output, p = softmax_block(q, keys, values, allowed, features)
     if compressor.wants_mass:
         real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :, None]
-        compressor.add_mass(layer, real.squeeze(3))
+        compressor.add_mass(layer, real.squeeze(3), forward)
     return output, p
 
 
@@ -183,7 +184,7 @@ def _decode_ragged(store: RaggedStore, layer: CompressedLayer, q: Tensor, featur
     """Single queries over segments of different lengths, read where they lie."""
     batch, heads = store.counts.shape
     grouped = group_queries(q, heads)
-    channels = {n: c for n, c in store.channels.items() if n not in ("positions", "mass", "score")}
+    channels = {n: c for n, c in store.channels.items() if n not in BESIDE}
     output = torch.zeros_like(grouped)
     codec = layer.holder().codec
     for i, (first, last) in enumerate(store.segments()):

@@ -56,6 +56,12 @@ class CompressedCache(Cache):
     def rotation(self, layer: int) -> Rotation | None:
         return None if self.rotations is None else self.rotations[layer]
 
+    def leader(self, layer: int, size: int) -> Tensor | None:
+        """Positions held by the first of `layer`'s group of `size` full-attention layers, None if it is the first."""
+        numbers = [full.index for full in self.full_layers]
+        number = numbers.index(layer)
+        return None if number % size == 0 else self.positions(numbers[number - number % size])
+
     def held_rows(self) -> Tensor:
         """Tokens held per row by the first full-attention layer's first head, LongTensor `[B]` on the CPU."""
         return self.full_layers[0].counts[:, 0]

@@ -56,6 +56,7 @@ __all__ = [
     "layer_types",
     "max_positions",
     "new_layers",
+    "output_projections",
     "register",
     "rotations",
     "text_config",
@@ -91,6 +92,31 @@ def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixi
         make_full(i) if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kw)
         for i, (kind, kw) in enumerate(zip(types, kwargs, strict=True))
     ]
+
+
+def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """Per layer, the linear module that all query heads' outputs go through, weight `[hidden, H x D]`.
+
+    Raises:
+        ValueError: if a layer has none that we know, or one whose weight is no plain matrix of that shape.
+    """
+    config = text_config(model)
+    found: dict[int, torch.nn.Module] = {}
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
+    for module in base_model(model).modules():
+        projection = getattr(module, "o_proj", None)
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and isinstance(projection, torch.nn.Module):
+            weight = getattr(projection, "weight", None)
+            if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1:] == (width,):
+                found[layer] = projection
+    missing = sorted(set(range(config.num_hidden_layers)) - set(found))
+    if missing:
+        raise ValueError(
+            f"{model.config.model_type!r} has no output projection that we know in layers {missing}: a method that "
+            f"weighs values by it needs an `o_proj` with a plain weight of {width} columns; take another method"
+        )
+    return found
 
 
 def check_model(model: Any) -> None:
@@ -172,10 +198,15 @@ class Rotation:
         """Rotate `keys [B, H, n, D]` by `positions`, integers that broadcast to `[B, H, n]`."""
         if self.style == "none":
             return keys
+        angle = self._angle(positions.to(keys.device))
+        return self._turn(keys, angle.cos(), angle.sin())
+
+    def _angle(self, positions: Tensor) -> Tensor:
         assert self.inv_freq is not None
-        angle = positions.to(keys.device)[..., None].float() * self.inv_freq.to(keys.device)
-        cos, sin = angle.cos(), angle.sin()
-        r = 2 * self.inv_freq.numel()
+        return positions[..., None].float() * self.inv_freq.to(positions.device)
+
+    def _turn(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        r = 2 * cos.shape[-1]
         x, rest = keys[..., :r].float(), keys[..., r:]
         if self.style == "half":
             a, b = x.chunk(2, dim=-1)
@@ -188,6 +219,14 @@ class Rotation:
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Undo `rotate`."""
         return self.rotate(keys, -positions)
+
+    def mean_matrix(self, positions: Tensor, dim: int) -> Tensor:
+        """Mean over `positions [B, F]` of the `dim` x `dim` matrix that rotates a column vector, `[B, dim, dim]`."""
+        one = torch.eye(dim, device=positions.device).expand(positions.shape[0], -1, -1)
+        if self.style == "none":
+            return one
+        angle = self._angle(positions)
+        return self._turn(one, angle.cos().mean(1, keepdim=True), angle.sin().mean(1, keepdim=True)).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -203,7 +242,8 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
     rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
     if not rotary:
         raise ValueError(
-            f"{model.config.model_type!r} has no rotary positions to make compact: use positions='original'"
+            f"{model.config.model_type!r} has no rotary positions, which compact positions and queries before rotation "
+            "need: use positions='original', or another method"
         )
     kinds = {str(k) for m in rotary for k in _rope_types(m)}
     if varying := kinds & {"dynamic", "longrope"}:

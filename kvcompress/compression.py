@@ -6,56 +6,26 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 
 import torch
 
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
+from kvcompress.clock import Clock
+from kvcompress.compat import Rotation
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import DenseStore
-from kvcompress.method import LayerView, Method, Needs
-from kvcompress.observed import LayerObserved
-from kvcompress.selection import lowest_slot, ranked, top_slots
+from kvcompress.method import LayerView, Method, Needs, Scorer
+from kvcompress.observed import LayerObserved, remember_queries
+from kvcompress.passes import PassLayer
+from kvcompress.selection import lowest_slot, ranked, staged, top_slots
 
 Tensor = torch.Tensor
 
 KERNELS = ("auto", "blockwise")
 MAX_HOLES = 16  # slots emptied in place, one per decode step, before a layer is compacted
-
-
-class Clock:
-    """Time spent deciding and applying, on the device's own clock on CUDA, so that nothing waits for it."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def running(self, device: torch.device) -> Iterator[None]:
-        """Count what is done inside."""
-        if device.type == "cuda":
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            yield
-            last.record()
-            self._events.append((first, last))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-
-    @property
-    def seconds(self) -> float:
-        """Seconds counted so far; waits for the device."""
-        for first, last in self._events:
-            last.synchronize()
-            self._seconds += first.elapsed_time(last) / 1e3
-        self._events.clear()
-        return self._seconds
 
 
 class Compressor:
@@ -69,18 +39,21 @@ class Compressor:
         self.parts = method.parts()
         if self.parts.schedule.unresolved:
             raise ValueError(
-                f"the schedule {self.parts.schedule} speaks of tokens: give it their ids with "
-                "method.for_tokenizer(tokenizer), or as newline_ids and until_ids"
+                f"the schedule {self.parts.schedule} speaks of tokens and needs the model's tokenizer: "
+                "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
             )
         self.n_layers = n_layers
         self.limited = method.limited and self.parts.scorer is not None
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
         self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
-        for name in ("hidden", "prerope", "extra_passes"):
+        self.observing = self.parts.scorer is not None and type(self.parts.scorer).observe is not Scorer.observe
+        self.rotations: list[Rotation] | None = None  # given by the session where parts need `prerope`
+        for name in ("hidden",):
             if getattr(self.needs, name):
                 raise ValueError(
                     f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
                 )
+        self.projections: dict[int, torch.nn.Module] = {}  # output projections by layer, where they are needed
         self.kernels: set[str] = set()
         self.clock = Clock()
 
@@ -121,32 +94,10 @@ class Compressor:
 
     # ------------------------------------------------------------------ observing
 
-    def add_mass(self, layer: CompressedLayer, mass: Tensor) -> None:
-        """Add attention mass `[B, H_kv, G, P]` to the slots' sums, held as `[B, H_kv, P, G]` float32."""
-        store, mass = layer.held(), mass.transpose(2, 3)
-        if "mass" not in store.channels:
-            store.put("mass", mass.contiguous())
-        elif isinstance(store, DenseStore):
-            store.get("mass").add_(mass)
-        else:
-            store.put("mass", store.get("mass") + mass)
-
-    def _remember_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
-        """Keep the last W real queries of each row `[B, H, W, D]` and their positions `[B, W]`, newest last."""
-        size = self.needs.window
-        positions = forward.on("positions", q.device).expand(q.shape[0], -1).long()
-        if "queries" in layer.state:
-            q = torch.cat([layer.state["queries"], q[:, :, -size:] if forward.real is None else q], dim=2)
-            new = positions[:, -size:] if forward.real is None else positions
-            positions = torch.cat([layer.state["query_positions"], new], dim=1)
-        if forward.real is None and "queries" not in layer.state:
-            q, positions = q[:, :, -size:], positions[:, -size:]
-        elif positions.shape[1] > size or bool((positions < 0).any()):
-            # real queries to the right, in order: the last W columns are then the last W real ones
-            order = torch.sort((positions >= 0).to(torch.uint8), dim=1, stable=True).indices[:, -size:]
-            positions = positions.gather(1, order)
-            q = q.gather(2, order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-        layer.state["queries"], layer.state["query_positions"] = q.clone(), positions.clone()
+    def add_mass(self, layer: CompressedLayer, mass: Tensor, forward: Forward) -> None:
+        """Add a forward's attention mass `[B, H_kv, G, P]` to the slots' sums, which fade with every new query."""
+        decay = self.needs.decay
+        layer.add_mass(mass, None if decay == 1.0 else (decay ** forward.added.double()).float())
 
     @staticmethod
     def _forget_queries(layer: CompressedLayer) -> None:
@@ -154,10 +105,30 @@ class Compressor:
             layer.state.pop(name, None)
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
-        """Called when a prompt with all its chunks is in: its queries are only of use to a decode schedule."""
+        """Called when a prompt with all its chunks is in: what was seen of it is only of use to a decode schedule."""
         if not self.parts.schedule.in_decode or self.needs.window == 1:
             for layer in cache.full_layers:
                 self._forget_queries(layer)
+        if not self.parts.schedule.in_decode:
+            for layer in cache.full_layers:
+                self._forget_prompt(layer)
+
+    def _forget_prompt(self, layer: CompressedLayer) -> None:
+        for name in self.parts.scorer.prompt_state if self.parts.scorer else ():
+            layer.state.pop(name, None)
+
+    def _observe(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
+        """Show the scorer this forward."""
+        assert self.parts.scorer is not None
+        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
+        self.parts.scorer.observe(view, observed, layer.state)
 
     # ------------------------------------------------------------------ deciding and applying
 
@@ -171,16 +142,42 @@ class Compressor:
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
+        if isinstance(layer, PassLayer):
+            layer.observe(q, features, forward)
+            return
         # a decode step's own attention is known already, so a window of one needs no queries there
         beyond = schedule.in_decode and self.needs.window > 1
         if self.needs.window and (forward.phase == "prompt" or beyond):
-            self._remember_queries(layer, q, forward)
+            remember_queries(layer, q, forward, self.needs.window)
         elif "queries" in layer.state:
             self._forget_queries(layer)
+        layer.queries = q
+        try:
+            if self.observing:
+                if forward.phase == "prompt" or schedule.in_decode:
+                    with self.clock.running(q.device):
+                        self._observe(layer, probabilities, features, forward, cache)
+                else:
+                    self._forget_prompt(layer)
+            if forward.passes:  # their attention is part of the decision
+                forward.deferred[layer.index] = features
+            else:
+                self._decide(layer, probabilities, features, forward, cache)
+        finally:
+            layer.queries = None
+
+    def _decide(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> None:
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
-        with self.clock.running(q.device):
+        with self.clock.running(layer.positions().device):
             if forward.phase == "decode" or self.parts.allocator.scope == "layer":
                 self._compress(layer, rows, probabilities, features, forward, cache)
             else:
@@ -230,12 +227,13 @@ class Compressor:
         cache: CompressedCache,
     ) -> None:
         assert cache.cap is not None
-        scores, positions = self._score(layer, probabilities, features, forward, cache)
+        scores, second, positions = self._score(layer, probabilities, features, forward, cache)
         if forward.phase == "decode":
             assert layer.target is not None
             counts = layer.target
             if self._same_as_last_step(layer, rows):
                 assert layer.guard is not None
+                scores = self._staged(scores, second, positions, counts, layer.guard[1])
                 layer.drop_one(lowest_slot(scores, positions, layer.guard[1]), rows)
                 return
         else:
@@ -244,7 +242,7 @@ class Compressor:
             shown = [self._shown(scores, positions, cache)]
             counts = self.parts.allocator.allocate(shown, [layer.stat], seen, self.n_layers, total)[0]
             layer.stat = None
-        self._apply(layer, scores, positions, counts, rows, forward, cache)
+        self._apply(layer, scores, second, positions, counts, rows, forward, cache)
 
     @staticmethod
     def _same_as_last_step(layer: CompressedLayer, rows: Tensor) -> bool:
@@ -263,21 +261,46 @@ class Compressor:
         features: Features,
         forward: Forward,
         cache: CompressedCache,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Scores, scores of a second stage where there is one, and positions."""
         scorer = self.parts.scorer
         assert scorer is not None and cache.cap is not None
-        positions = layer.positions()
-        view = self._view(layer, positions, forward.phase, self._kept(cache))
-        observed = LayerObserved(layer, view, positions, probabilities, features, forward)
+        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
+        positions = observed.positions
         scores = scorer.score(view, observed, layer.state)
         if scores.shape != view.positions.shape or scores.dtype != torch.float32:
             raise ValueError(
                 f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 "
                 f"{tuple(view.positions.shape)}"
             )
+        second = scorer.second(scores, view, observed)
         if forward.phase == "prompt":
             layer.stat = self.parts.allocator.stat(view, observed)
-        return scores, positions
+        return scores, second, positions
+
+    def _staged(
+        self, scores: Tensor, second: Tensor | None, positions: Tensor, counts: Tensor, protection: budgets.Protection
+    ) -> Tensor:
+        """The ranking that heads which keep `counts [B, H_kv]` go by."""
+        scorer = self.parts.scorer
+        if second is None or scorer is None:
+            return scores
+        return staged(scores, second, positions, counts, protection, scorer.first_share, scorer.protected_first)
+
+    def _shown_layer(
+        self,
+        layer: CompressedLayer,
+        probabilities: Tensor | None,
+        features: Features,
+        forward: Forward,
+        cache: CompressedCache,
+    ) -> tuple[LayerView, LayerObserved]:
+        """What a scorer sees of a layer."""
+        positions = layer.positions()
+        view = self._view(layer, positions, forward.phase, self._kept(cache))
+        rotation = None if self.rotations is None else self.rotations[layer.index]
+        projection = self.projections.get(layer.index)
+        return view, LayerObserved(layer, view, positions, probabilities, features, forward, rotation, projection)
 
     @staticmethod
     def _kept(cache: CompressedCache) -> Tensor:
@@ -321,12 +344,14 @@ class Compressor:
             kept=kept,
             phase=phase,
             group=layer.group,
+            leader=functools.partial(layer.holder().leader, layer.index),
         )
 
     def _apply(
         self,
         layer: CompressedLayer,
         scores: Tensor,
+        second: Tensor | None,
         positions: Tensor,
         counts: Tensor,
         rows: Tensor,
@@ -338,6 +363,7 @@ class Compressor:
         counts = torch.where(rows[:, None], torch.minimum(wanted, held), held)
         protection = self._protection(counts, cache)
         cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
+        scores = self._staged(scores, second, positions, counts, protection)
         decode = forward.phase == "decode"
         if decode and isinstance(layer.store, DenseStore) and layer.length - int(counts.max()) <= MAX_HOLES:
             if bool((held - counts == rows[:, None].long()).all()):
@@ -347,8 +373,9 @@ class Compressor:
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
             assert layer.target is not None
+            assert cache.real is not None
             # in decode a head may grow to what it was given
-            layer.target = torch.where(rows[:, None], wanted, layer.target)
+            layer.target = torch.where(rows[:, None], self.parts.allocator.limit(wanted, cache.real), layer.target)
 
     # ------------------------------------------------------------------ allocators that look at several layers
 
@@ -360,8 +387,8 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
-        scores, _ = self._score(layer, probabilities, features, forward, cache)
-        layer.held().put("score", scores[..., None])
+        scores, second, _ = self._score(layer, probabilities, features, forward, cache)
+        layer.held().put("score", torch.stack([scores] if second is None else [scores, second], dim=-1))
         if self.parts.allocator.scope == "cascade":
             self._allocate_scored(cache, forward)
 
@@ -370,22 +397,29 @@ class Compressor:
         scored = [layer for layer in cache.full_layers if layer.store is not None and "score" in layer.store.channels]
         if not scored or cache.cap is None:
             return
-        scores = [layer.held().get("score").squeeze(-1) for layer in scored]
+        scores = [layer.held().get("score") for layer in scored]
         total = cache.cap * scores[0].shape[1] * self.n_layers
-        shown = [self._shown(s, layer.positions(), cache) for layer, s in zip(scored, scores, strict=True)]
+        shown = [self._shown(s[..., 0], layer.positions(), cache) for layer, s in zip(scored, scores, strict=True)]
         stats = [layer.stat for layer in scored]
         counts = self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)
         for layer, layer_scores, wanted in zip(scored, scores, counts, strict=True):
             everyone = torch.ones(len(wanted), dtype=torch.bool)
             if bool((layer.counts > wanted.cpu()).any()):
-                self._apply(layer, layer_scores, layer.positions(), wanted, everyone, forward, cache)
-            layer.target = wanted.cpu()
+                first, second = layer_scores[..., 0], layer_scores[..., 1] if layer_scores.shape[-1] > 1 else None
+                self._apply(layer, first, second, layer.positions(), wanted, everyone, forward, cache)
+            assert cache.real is not None
+            layer.target = self.parts.allocator.limit(wanted.cpu(), cache.real)
 
     @torch.no_grad()
     def end_of_forward(self, cache: CompressedCache) -> None:
         """Called when all layers have run: allocators that needed all scores decide now."""
         forward = cache.forward
-        if not self.limited or forward is None or forward.phase != "prompt" or self.parts.allocator.scope == "layer":
+        if not self.limited or forward is None or forward.phase != "prompt":
+            return
+        for layer in cache.full_layers:
+            if layer.index in forward.deferred:
+                self._decide(layer, None, forward.deferred[layer.index], forward, cache)
+        if self.parts.allocator.scope == "layer":
             return
         with self.clock.running(cache.full_layers[-1].device):
             if self.parts.allocator.scope == "all":

@@ -112,12 +112,13 @@ def method_classes() -> dict[str, type[Method]]:
 def schema(cls: type, name: str, leave_out: Sequence[str] = ()) -> type:
     """A plain dataclass with the fields of `cls` in types that OmegaConf knows, and `name`.
 
+    Fields declared with `repr=False` hold data of a model, not settings, and are left out.
     Literals become strings and tuples lists; `cls` itself checks their values when it is built.
     """
     hints = get_type_hints(cls)
     specs: list[Any] = [("name", str, field(default=name))]
     for item in fields(cls):
-        if item.name in leave_out:
+        if item.name in leave_out or not item.repr:
             continue
         kind = _plain(hints[item.name])
         if item.default_factory is not NO_DEFAULT:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvcompress import (
     attention,  # noqa: F401  (registers the attention function)
     compat,
+    passes,
 )
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
@@ -26,13 +27,17 @@ Tensor = torch.Tensor
 class Hooks:
     """One method attached to one model: every forward gets a compressed cache, phases and positions; undone on exit."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto"):
+    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto", tokenizer: Any = None):
         """Raises:
         ValueError: for a model that cannot be supported, by name, before any work.
         """
         compat.check_model(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
+        method = method.bind(model)
+        self.tokenizer = passes.tokenizer_of(model) if tokenizer is None else tokenizer
+        if self.tokenizer is not None:
+            method = method.for_tokenizer(self.tokenizer)
         self.model, self.method = model, method
         types = compat.layer_types(model)
         self.full_layers = [i for i, kind in enumerate(types) if kind == "full_attention"]
@@ -41,6 +46,13 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
+        if self.compressor.needs.extra_passes and self.tokenizer is None:
+            raise ValueError(
+                f"{type(method).__name__} writes prompts of its own and needs the model's tokenizer: "
+                "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
+            )
+        if self.compressor.needs.output:
+            self.compressor.projections = compat.output_projections(model)
         self.notes = method.notes(model) if self.compressor.limited else []
         self.cache: CompressedCache | None = None
         self._phase: str | None = None
@@ -59,6 +71,8 @@ class Hooks:
         self._rotations = (
             compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
         )
+        if self.compressor.needs.prerope:
+            self.compressor.rotations = self._rotations or compat.rotations(self.model)
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
         before = self.model.config._attn_implementation
@@ -167,6 +181,7 @@ class Hooks:
         try:
             forward = self._describe(cache, tokens, named.get("attention_mask"))
             self._check_length(cache, forward)
+            passes.plan(self, cache, forward, named.get("input_ids"))
         except ValueError:  # a refused forward leaves no trace
             cache.real, cache.cap, cache.columns, cache.closed = unchanged
             raise
@@ -298,14 +313,17 @@ class Hooks:
         cache = self.cache
         if cache is None or cache.forward is None:
             return
-        forward = cache.forward
+        forward, broken = cache.forward, True
         try:
-            if output is not None and all(layer.seen == cache.full_layers[0].seen for layer in cache.full_layers):
+            whole = output is not None and all(x.seen == cache.full_layers[0].seen for x in cache.full_layers)
+            if whole and forward.phase != "pass":
+                passes.run(self, cache, forward)
                 self.compressor.end_of_forward(cache)
                 self._note_moment(cache, forward)
+            broken = output is None
         finally:
             cache.forward = None
-            cache.broken = output is None
+            cache.broken = broken
             self._inner_due = False
             cache.logits = cache.pending = None  # a session that ran this forward sets them again
 

@@ -10,9 +10,11 @@ import torch
 
 from kvcompress.compat import CacheLayerMixin, Rotation
 from kvcompress.layouts import DenseStore, RaggedStore, Store, keep_slots
-from kvcompress.parts import Codec, State
+from kvcompress.parts import Codec, Pass, State
 
 Tensor = torch.Tensor
+
+BESIDE = ("positions", "mass", "score", "passes")  # channels that are not the codec's
 
 
 @dataclass
@@ -20,13 +22,14 @@ class Forward:
     """One forward through the model, as the cache's layers see it.
 
     Attributes:
-        phase: "prompt" (compress when it ends), "append" (attend and store) or "decode".
+        phase: "prompt" (compress when it ends), "append" (attend and store), "decode", or "pass" (observe, not store).
         length: new columns.
         real: bool `[B, length]` on the CPU, None if every new column is a real token.
         positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
         added: LongTensor `[B]` on the CPU, real tokens per row.
         rotated: `[B or 1, length]`, the position ids by which the model rotates.
         fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
+        passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
     """
 
     phase: str
@@ -36,6 +39,8 @@ class Forward:
     added: Tensor
     rotated: Tensor
     fires: Tensor | None = None
+    passes: list[tuple[int, Pass]] = field(default_factory=list)
+    deferred: dict[int, Any] = field(default_factory=dict)
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def on(self, name: str, device: torch.device) -> Tensor:
@@ -43,6 +48,20 @@ class Forward:
         key = (name, device)
         if key not in self._moved:
             self._moved[key] = getattr(self, name).to(device)
+        return self._moved[key]
+
+    def weights(self, decay: float, device: torch.device) -> Tensor | None:
+        """What each new query's attention counts: decay^(real queries of its row after it), 0 for padding.
+
+        Float32 `[B or 1, n]`, or None where each counts 1.
+        """
+        if self.real is None and decay == 1.0:
+            return None
+        key = (f"weights {decay}", device)
+        if key not in self._moved:
+            age = self.positions.amax(1, keepdim=True) - self.positions
+            weights = (decay ** age.double()).masked_fill(self.positions < 0, 0.0)
+            self._moved[key] = weights.float().to(device)
         return self._moved[key]
 
 
@@ -57,6 +76,8 @@ class Holder(Protocol):
     owner: Any
 
     def rotation(self, layer: int) -> Rotation | None: ...
+
+    def leader(self, layer: int, size: int) -> Tensor | None: ...
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -79,6 +100,7 @@ class CompressedLayer(CacheLayerMixin):
         self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
         self.evicted = 0
         self.group = 1  # query heads per KV head
+        self.queries: Tensor | None = None  # [B, H, n, D] of this forward, while it is looked at
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done
 
     # ------------------------------------------------------------------ what transformers calls
@@ -110,7 +132,8 @@ class CompressedLayer(CacheLayerMixin):
             self.full_width = heads * (key_states.shape[3] + value_states.shape[3]) * key_states.element_size()
             self.store = DenseStore.of(new, forward.added[:, None].expand(-1, heads).clone(), grow=not cache.limited)
         else:
-            self.store.append(new, forward.real, forward.added)
+            evicted_next = cache.limited and forward.phase in ("prompt", "pass")
+            self.store.append(new, forward.real, forward.added, grow=not evicted_next)
         self.seen += key_states.shape[2]
         if isinstance(self.store, DenseStore) and cache.codec.name == "plain" and rotation is None:
             # views of the buffer, so that the caller's own tensors can be freed
@@ -183,7 +206,7 @@ class CompressedLayer(CacheLayerMixin):
             return self.fresh
         cache = self.holder()
         store = self.held()
-        names = [n for n in store.channels if n not in ("positions", "mass", "score")]
+        names = [n for n in store.channels if n not in BESIDE]
         keys, values = cache.codec.decode({name: store.get(name) for name in names})
         rotation = cache.rotation(self.index)
         return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
@@ -210,6 +233,24 @@ class CompressedLayer(CacheLayerMixin):
             )
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
+
+    def add_mass(self, mass: Tensor, fade: Tensor | None) -> None:
+        """Add attention mass `[B, H_kv, G, P]` to the slots' sums, held as `[B, H_kv, P, G]` float32.
+
+        Args:
+            fade: float32 `[B]`, what the sums so far are multiplied by first; None for 1.
+        """
+        store, mass = self.held(), mass.transpose(2, 3)
+        if "mass" not in store.channels:
+            store.put("mass", mass.contiguous())
+            return
+        before = store.get("mass")
+        if fade is not None:
+            before = before.mul_(fade.to(mass.device)[:, None, None, None])
+        if isinstance(store, DenseStore):
+            before.add_(mass)
+        else:
+            store.put("mass", before + mass)
 
     def drop_one(self, slots: Tensor, rows: Tensor) -> None:
         """Empty one slot per head `[B, H_kv, 1]` of the given rows (bool `[B]`, CPU) in place, leaving a hole."""
@@ -249,7 +290,7 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     found = dict.fromkeys(["keys_values", "positions", "scores", "index", "allocated", "full"], 0)
     for name, value in store.channels.items():
         allocated = storage_bytes(value)
-        if name in ("mass", "score"):
+        if name in BESIDE and name != "positions":
             found["scores"] += allocated
             continue
         found["allocated"] += allocated

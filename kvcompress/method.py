@@ -19,6 +19,7 @@ from kvcompress.parts import (
     Observed,
     OneShot,
     Parts,
+    Pass,
     Plain,
     Prefill,
     ReadAll,
@@ -44,6 +45,7 @@ __all__ = [
     "Observed",
     "OneShot",
     "Parts",
+    "Pass",
     "Plain",
     "Prefill",
     "ReadAll",
@@ -80,6 +82,10 @@ ILLEGAL: list[tuple[str, Any]] = [
         lambda m, p: m.compact_positions and not p.reader.reads_all,
     ),
     (
+        "compact positions rotate queries anew, so that they cannot be seen before rotation",
+        lambda m, p: m.compact_positions and (p.allocator.needs.prerope or (p.scorer and p.scorer.needs.prerope)),
+    ),
+    (
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
         lambda m, p: m.compact_positions and p.codec.name != "plain",
     ),
@@ -95,7 +101,18 @@ class Method:
             head, sinks and window included.
         preset: whose settings fill the fields left at None: the paper's, the released code's or kvpress's.
         allocator, codec, reader, prefill, schedule: replace the method's own part.
+
+    Every method says in class variables of its own what the table of methods shows beside its parts and presets:
+    `family`; what it `keeps`; its `source` (paper, released code); the `differences` from that code; and, where it
+    applies, what its scorer `reads` beside attention (keys, values) and what data of a model it needs (`needs_data`).
     """
+
+    family: ClassVar[str] = ""
+    keeps: ClassVar[str] = ""
+    reads: ClassVar[str] = ""
+    needs_data: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    differences: ClassVar[str] = ""
 
     budget_kind: ClassVar[Literal["held_tokens", "read_tokens", "bytes", "none"]] = "held_tokens"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {}}
@@ -124,6 +141,22 @@ class Method:
 
     def check(self) -> None:
         """Raise ValueError for illegal hyper-parameters. Called once the preset has filled them in."""
+
+    def bind(self, model: Any) -> Method:
+        """This method ready for a model: called once by a session before it builds the parts.
+
+        A method that needs data of the model (calibrated filters, head classes) returns a copy with it filled in.
+        Such data goes into fields declared with `repr=False, compare=False`: they are no hyper-parameters, so they are
+        neither on the command line nor in a record. By default the allocator is asked, and replaced by its answer.
+
+        Raises:
+            ValueError: if there is none for this model, naming the command that makes it.
+        """
+        if not self.limited:
+            return self
+        allocator = self.parts().allocator
+        bound = allocator.bind(model)
+        return self if bound is allocator else replace(self, allocator=bound)
 
     def notes(self, model: Any) -> list[str]:
         """What a user should know of this method on this model: warned when attached, kept in the session's report."""
@@ -193,6 +226,8 @@ class Method:
         """Plain values of every hyper-parameter for a record; parts by name."""
         described = {}
         for field in fields(self):
+            if not field.repr:  # data of a model that bind() filled in
+                continue
             value = getattr(self, field.name)
             if isinstance(value, (int, float, str, bool, type(None))):
                 described[field.name] = value

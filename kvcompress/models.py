@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcompress.passes import remember_tokenizer
 from kvcompress.random_models import FULL, SMALL, byte_tokenizer, random_model
 
 __all__ = ["EMBEDDED", "cache_dir", "eos_ids", "load", "names", "random_model", "resolve_device", "resolve_dtype"]
@@ -126,13 +127,13 @@ def load(
     torch_dtype = resolve_dtype(dtype)
     where = resolve_device(device)
     if name.startswith("random/"):
-        return _load_random(name, seed, torch_dtype, where, attn_implementation, options)
+        return _known(_load_random(name, seed, torch_dtype, where, attn_implementation, options))
     if options:
         raise ValueError(f"load({name!r}) takes no option {', '.join(options)}; only random/<architecture> has options")
     if name in EMBEDDED:
         source = _converted(name, EMBEDDED[name])
-        return _from_pretrained(str(source), name, torch_dtype, where, device_map, attn_implementation)
-    return _from_pretrained(
+        return _known(_from_pretrained(str(source), name, torch_dtype, where, device_map, attn_implementation))
+    loaded = _from_pretrained(
         _checked_source(name),
         name,
         torch_dtype,
@@ -143,6 +144,15 @@ def load(
         allow_pickle=allow_pickle,
         revision=revision,
     )
+    return _known(loaded)
+
+
+def _known(
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A session finds the tokenizer of a model that was loaded here."""
+    remember_tokenizer(*loaded)
+    return loaded
 
 
 def fingerprint(name: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ Parts decide; the session applies. None touches a cache tensor or holds state be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
@@ -26,7 +26,12 @@ class Needs:
     Attributes:
         window: attention of the last `window` real queries over all held keys.
         mass: attention mass per key, summed over all queries so far.
-        hidden, prerope, extra_passes: served by later parts of the library; a session refuses them by name today.
+        prerope: queries as they were before rotation, and the rotation itself. Refused for models without rotary
+            positions and for those whose rotation depends on the length.
+        extra_passes: 1 if inputs of `Scorer.passes` are to be run when a prompt is in.
+        hidden: nothing asks for it yet; a session refuses it by name.
+        decay: of the mass: a query that k later ones of its row followed counts decay^k.
+        output: length of each value after the attention's output projection.
     """
 
     window: int = 0
@@ -34,14 +39,21 @@ class Needs:
     hidden: bool = False
     prerope: bool = False
     extra_passes: int = 0
+    decay: float = 1.0
+    output: bool = False
 
     def __or__(self, other: Needs) -> Needs:
+        decays = {needs.decay for needs in (self, other) if needs.mass}
+        if len(decays) > 1:
+            raise ValueError(f"attention mass has one decay per session, not {' and '.join(map(str, sorted(decays)))}")
         return Needs(
             max(self.window, other.window),
             self.mass or other.mass,
             self.hidden or other.hidden,
             self.prerope or other.prerope,
             max(self.extra_passes, other.extra_passes),
+            decays.pop() if decays else 1.0,
+            self.output or other.output,
         )
 
 
@@ -57,6 +69,8 @@ class LayerView:
         kept: LongTensor `[B]` on the CPU, slots per head that the row will keep (the cap, or all if fewer).
         phase: "prompt" or "decode".
         group: query heads per KV head.
+        leader: for a size n, positions `[B, H_kv, P]` now held by the first layer of this one's group of n successive
+            full-attention layers; None if this is that layer.
     """
 
     layer: int
@@ -67,6 +81,7 @@ class LayerView:
     kept: Tensor
     phase: str
     group: int
+    leader: Callable[[int], Tensor | None] = lambda size: None
 
     @cached_property
     def _keys_values(self) -> tuple[Tensor, Tensor]:
@@ -108,6 +123,66 @@ class Observed(ABC):
     def mass(self) -> Tensor:
         """Attention mass per key and query head `[B, H_kv, G, P]`, summed over all queries that saw the key."""
 
+    @abstractmethod
+    def window_parts(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The attention that `window` gives, a few queries at a time, oldest first: for windows of hundreds.
+
+        Each part has the queries' positions beside it, int `[B, n]`, -1 where the row has fewer real queries.
+        """
+
+    @property
+    def passes(self) -> Tensor:
+        """Strongest attention per key in the extra passes `[B, H_kv, P]`, 0 where none has observed the key."""
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def scaling(self) -> float:
+        """The model's factor on q·k, usually 1 / sqrt(D)."""
+
+    @property
+    @abstractmethod
+    def queries(self) -> tuple[Tensor, Tensor]:
+        """Queries of this forward's new tokens, as attention used them.
+
+        Returns:
+            `[B, H_kv, G, n, D]` float32, and their positions, int `[B, n]`: -1 marks padding, whose query means nothing.
+        """
+
+    @property
+    @abstractmethod
+    def output_norms(self) -> Tensor:
+        """L1 norm of each value after the output projection of each query head, float32 `[B, H_kv, G, P]`."""
+
+    @property
+    @abstractmethod
+    def prerope(self) -> tuple[Tensor, Tensor]:
+        """`queries` before they were rotated. A scale that the model multiplies into its rotation stays in them."""
+
+    @abstractmethod
+    def mean_rotation(self, ahead: int) -> Tensor:
+        """Mean over the next `ahead` positions of the matrix that rotates a query there, `[B, D, D]` float32.
+
+        It starts at the position after the row's last real token. The mean of rotations is not one: it shrinks what
+        turns fast.
+        """
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One extra input of one row.
+
+    Attributes:
+        ids: LongTensor `[m]`, run behind all that the row holds.
+        first, last: tokens `first` to `last - 1` of the row are observed: the strongest attention each key gets.
+        beside: keys of the first tokens that share the softmax with these and the pass's own.
+    """
+
+    ids: Tensor
+    first: int
+    last: int
+    beside: int = 0
+
 
 State = dict[str, Tensor]
 """Per-layer tensors a scorer keeps between calls; dim 0 is the batch row. Forked, reordered and selected with it."""
@@ -123,9 +198,18 @@ def reduce_group(scores: Tensor, how: GroupReduce, dim: int = 2) -> Tensor:
 
 
 class Scorer(ABC):
-    """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score."""
+    """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score.
+
+    Attributes:
+        first_share, protected_first: how a selection in two stages is divided, see `second`.
+    """
 
     sinks: int = 0
+    prompt_state: ClassVar[tuple[str, ...]] = ()
+    """Entries of `state` that only join the chunks of one prompt: dropped when it is over, unless the schedule goes on
+    in decode."""
+    first_share: float = 1.0
+    protected_first: bool = False
 
     @property
     def needs(self) -> Needs:
@@ -139,8 +223,30 @@ class Scorer(ABC):
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         """Scores `[B, H_kv, P]` float32, higher is kept; values at empty slots are ignored."""
 
-    def passes(self, ids: Tensor, tokenizer: Any) -> Iterable[Tensor]:
-        """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default."""
+    def observe(self, view: LayerView, observed: Observed, state: State) -> None:
+        """See a forward, whether or not anything is evicted after it; what must last goes into `state`.
+
+        Called after each prompt's or chunk's attention, before `score`, and with a decode schedule after every other
+        forward too.
+        """
+        return None
+
+    def second(self, scores: Tensor, view: LayerView, observed: Observed) -> Tensor | None:
+        """Scores `[B, H_kv, P]` for a second stage of selection, given those of the first; None for a single stage.
+
+        Allocators look at the first stage's. Of the slots a head keeps, `first_share` are the best by the first scores
+        (protected ones counted if `protected_first`), and the others the best of the rest by the second.
+        """
+        return None
+
+    def passes(self, ids: Tensor, tokenizer: Any, first: int = 0) -> Iterable[Pass]:
+        """Extra inputs run against the un-evicted cache and not stored (KVzip). None by default.
+
+        Args:
+            ids: LongTensor `[n]` on the CPU, all real tokens of one row so far.
+            tokenizer: the model's.
+            first: tokens before it had their passes when an earlier prompt or chunk ended.
+        """
         return ()
 
 
@@ -153,6 +259,10 @@ class Allocator(ABC):
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    def bind(self, model: Any) -> Allocator:
+        """This allocator ready for a model, as `Method.bind`: one that needs data of the model returns a copy with it."""
+        return self
 
     def stat(self, view: LayerView, observed: Observed) -> Any:
         """What to remember of a layer when a prompt's scores are made: handed back as its entry of `stats`.
@@ -179,6 +289,13 @@ class Allocator(ABC):
             one LongTensor `[B, H_kv]` per layer in scope, at least the protected slots of each head and at least 1.
             Totals over all layers equal `total`; what a head cannot fill it may grow into in decode.
         """
+
+    def limit(self, counts: Tensor, real: Tensor) -> Tensor:
+        """Slots each head may hold in decode, where a prompt of `real [B]` tokens gave it `counts [B, H_kv]`.
+
+        The same, unless heads are to grow beyond the budget with every token; then `MOST_TOKENS` of the budget module.
+        """
+        return counts
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def digest(value: Any) -> str:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Hash of the Python sources of the library, its methods and its tasks: what a stale record was not made with."""
+    """Hash of the sources of the library, its methods (with their data) and its tasks: what a stale record had not."""
     import kvcompress
     import kvcompress.methods
     import kvcompress.tasks
@@ -78,7 +78,7 @@ def source_hash() -> str:
     found = hashlib.sha256()
     for package in (kvcompress, kvcompress.methods, kvcompress.tasks):
         root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
+        for path in sorted([*root.rglob("*.py"), *root.glob("data/**/*.json")]):
             found.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\0".encode())
             found.update(path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
     return found.hexdigest()[:16]

@@ -230,7 +230,7 @@ class Runner:
         from kvcompress.session import compress
 
         kernel = str(config.kernel)
-        ends, fitted = models.eos_ids(model, tokenizer), method.for_tokenizer(tokenizer)
+        ends = models.eos_ids(model, tokenizer)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             name = f"{type(method).__name__} {method.budget} · {task.name}"
@@ -240,7 +240,8 @@ class Runner:
                     continue
                 turns = tuple(replace(turn, stop=tuple(sorted({*turn.stop, *ends}))) for turn in sample.turns)
                 sample = references.attach(task, replace(sample, turns=turns), model, kernel)
-                with compress(model, fitted, kernel) as session:  # one of its own: nothing leaks from sample to sample
+                # one of its own: nothing leaks from sample to sample
+                with compress(model, method, kernel, tokenizer) as session:
                     out = task.run(session, sample)
                 out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
                 scores = task.score(sample, out)

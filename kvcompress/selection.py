@@ -52,6 +52,37 @@ def top_slots(scores: Tensor, positions: Tensor, counts: Tensor, protection: Pro
     return guarded | (torch.zeros_like(candidate).scatter_(2, order, take) & candidate)
 
 
+def staged(
+    scores: Tensor,
+    second: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    protection: Protection,
+    share: float,
+    inside: bool,
+) -> Tensor:
+    """One ranking from two stages: a head's first part by `scores` goes before all others, which go by `second`.
+
+    Args:
+        scores, second: float32 `[B, H, P]`.
+        counts: LongTensor `[B, H]`, slots to keep.
+        share: of the slots kept beside the protected ones, rounded down, that the first stage picks.
+        inside: the share is of all slots kept, and protected ones are picked first.
+
+    Returns:
+        `second`, with +inf where the first stage picked.
+    """
+    held, guarded = _guarded(positions, protection)
+    candidate = (held & ~guarded).expand_as(scores)
+    protected = guarded.expand_as(scores).sum(-1)
+    counts = counts.to(scores.device)
+    first = (counts * share).long() - protected if inside else ((counts - protected) * share).long()
+    order = scores.masked_fill(~candidate, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+    take = torch.arange(scores.shape[-1], device=scores.device) < first[..., None]
+    picked = torch.zeros_like(candidate).scatter_(2, order, take) & candidate
+    return second.masked_fill(picked, float("inf"))
+
+
 def lowest_slot(scores: Tensor, positions: Tensor, protection: Protection) -> Tensor:
     """The one slot per head to drop, `[B, H, 1]`: the lowest score; of ties the latest position goes."""
     held, guarded = _guarded(positions, protection)

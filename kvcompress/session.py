@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvcompress import compat
 from kvcompress.cache import CompressedCache
-from kvcompress.compression import Clock
+from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
 from kvcompress.method import Method
@@ -27,8 +27,8 @@ class Session(Hooks):
     `generate` say explicitly which phase a forward is.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto"):
-        super().__init__(model, method, kernel)
+    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto", tokenizer: Any = None):
+        super().__init__(model, method, kernel, tokenizer)
         self.prefill_seconds = 0.0
 
     # ------------------------------------------------------------------ explicit phases
@@ -288,12 +288,14 @@ class Session(Hooks):
         }
 
 
-def compress(model: PreTrainedModel, method: Method, kernel: str = "auto") -> Session:
+def compress(model: PreTrainedModel, method: Method, kernel: str = "auto", tokenizer: Any = None) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
 
     Args:
         kernel: "auto" takes SDPA wherever no probabilities are wanted; "blockwise" takes the kernel that also yields
             attention mass everywhere, so that methods that need it and others can be compared on one kernel.
+        tokenizer: for methods that write prompts of their own (KVzip) and schedules that speak of tokens; by default the
+            one `load` gave with the model.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:
@@ -303,4 +305,4 @@ def compress(model: PreTrainedModel, method: Method, kernel: str = "auto") -> Se
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel)
+    return Session(model, method, kernel, tokenizer)

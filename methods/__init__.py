@@ -9,12 +9,13 @@ from kvcompress.method import Method
 
 
 def discover() -> dict[str, type[Method]]:
-    """Method classes by class name, in alphabetical order."""
+    """Method classes by class name, in alphabetical order; a leading underscore keeps one out."""
     found: dict[str, type[Method]] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for name, value in vars(module).items():
-            if isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__:
+            own = isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__
+            if own and not name.startswith("_"):
                 found[name] = value
     return dict(sorted(found.items()))
 

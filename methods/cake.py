@@ -152,6 +152,15 @@ class CAKE(SnapKV):
         window, kernel, pooling, group_reduce, reduce_first: as in SnapKV; 32, 5 and "avg" in paper and code.
     """
 
+    family = "layer budgets"
+    keeps = "mean and variance of what the last queries attend to; layers compete in a cascade"
+    source = "arXiv 2503.12491; antgroup/cakekv"
+    differences = (
+        "budgets add up and never grow from layer to layer unless repair=published; variances in float32 (half "
+        "precision loses most of them); rows of a batch are independent; prompts just above the budget are cut "
+        "too"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": True, "repair": "exact"},
         "code": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": False, "repair": "published"},

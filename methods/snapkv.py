@@ -84,6 +84,14 @@ class SnapKV(Method):
         reduce_first: combine before pooling (the two orders differ for max), else after it, as kvpress does.
     """
 
+    family = "attention"
+    keeps = "what the last queries of the prompt attend to, pooled over neighbours, and these"
+    source = "arXiv 2404.14469; FasterDecoding/SnapKV"
+    differences = (
+        "one set per KV head instead of per query head (which stores grouped keys several times over); the window "
+        "is the last real tokens of each row"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"window": 32, "kernel": 7, "pooling": "max", "reduce_first": True},
         "code": {"window": 64, "kernel": 5, "pooling": "avg", "reduce_first": True},

@@ -5,6 +5,7 @@ python scripts/bench.py overhead --only prefill --pairs 21    one check, more pa
 python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
 python scripts/bench.py generation                            bytes and time per token along a long output
 python scripts/bench.py generation --only memory --methods rkv,h2o,snapkv --png results/sawtooth.png
+python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks beside the same at once
 """
 
 from __future__ import annotations
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    chunked = commands.add_parser("chunked", help="prompts in chunks: the most held, peak memory")
+    chunked.add_argument("--methods", default="SnapKV", help="class names, comma-separated, with their own settings")
+    chunked.add_argument("--length", type=int, default=8192, help="tokens of the prompt")
+    chunked.add_argument("--budget", type=int, default=512, help="tokens")
+    chunked.add_argument("--chunk", type=int, default=512, help="tokens")
+    chunked.add_argument("--model", default="smollm2")
+    chunked.add_argument("--dtype", default="float32")
+    chunked.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto")
+    chunked.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
+    chunked.add_argument("--seed", type=int, default=0)
+    chunked.add_argument("--json", type=Path, default=None, help="also write everything to this file")
     overhead = commands.add_parser("overhead", help="hook layer against plain")
     overhead.add_argument("--model", default="smollm2")
     overhead.add_argument("--dtype", default="float32")
@@ -209,7 +221,49 @@ def table(rows: list[Row]) -> Table:
     return out
 
 
-def write(args: argparse.Namespace, facts: dict, rows: list[Row]) -> None:
+def chunked(args: argparse.Namespace) -> int:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvcompress import bench_chunked, load, measure
+    from kvcompress.methods import METHODS
+
+    names = list(filter(None, args.methods.split(",")))
+    unknown = [name for name in names if name not in METHODS]
+    if unknown or not names:
+        raise ValueError(f"no method named {', '.join(unknown) or '(none)'}; valid: {', '.join(METHODS)}")
+    methods = [METHODS[name](budget=args.budget) for name in names]
+    model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+    console, rows = Console(), []
+    with measure.threads(args.threads) as threads:
+        facts = measure.hardware(model.device)
+        for method in methods:
+            rows.append(bench_chunked.compare(model, method, args.length, args.chunk, args.seed))
+            write(args, facts, rows)
+    title = (
+        f"{args.model} {args.dtype} on {facts['device']}, {threads} threads: a prompt of {args.length} tokens, budget "
+        f"{args.budget}, in chunks of {args.chunk}"
+    )
+    out = Table(
+        "method",
+        "most held / stored",
+        "limit, MiB",
+        "peak growth",
+        "at once",
+        "ratio",
+        "seconds",
+        "off at 1.0",
+        box=SIMPLE,
+        title=title,
+    )
+    for cells in bench_chunked.lines(rows):
+        out.add_row(*cells)
+    Console(width=max(120, console.width)).print(out)
+    return 0 if all(row.within for row in rows) else 1
+
+
+def write(args: argparse.Namespace, facts: dict, rows: list) -> None:
     """After every check, so that a run that is cut short leaves what it has."""
     if args.json is not None:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
@@ -220,6 +274,6 @@ def write(args: argparse.Namespace, facts: dict, rows: list[Row]) -> None:
 if __name__ == "__main__":
     options = parse()
     try:
-        sys.exit({"overhead": overhead, "generation": generation}[options.command](options))
+        sys.exit({"overhead": overhead, "generation": generation, "chunked": chunked}[options.command](options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcompress import load
+from kvcompress import calibration, load
 
 torch.set_num_threads(1)
 
@@ -28,3 +28,25 @@ def smollm2():
         return load("smollm2")
     except OSError as error:
         pytest.skip(str(error))
+
+
+def drawn_filters(model):
+    """Some direction per layer and KV head of a model, always the same."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return torch.randn(config.num_hidden_layers, heads, dim, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def filters_for_random_models():
+    """Random models have no file of filters: tests of every method at once give them drawn ones."""
+    find, patch = calibration.find, pytest.MonkeyPatch()
+
+    def found(model, places):
+        tensors = find(model, places)
+        return tensors if tensors is not None or model.config.hidden_size > 256 else {"filters": drawn_filters(model)}
+
+    patch.setattr(calibration, "find", found)
+    yield find
+    patch.undo()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvcompress.passes import remember_tokenizer
+
 VOCAB = 128
 WINDOW = 6
 SOFTCAP = 1.5
@@ -74,7 +76,17 @@ def small_model(architecture: str = "llama", *, seed: int = 0, groups: int = 2, 
                 parameter.mul_(0.5)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    remember_tokenizer(model, CharacterTokenizer())
     return model
+
+
+class CharacterTokenizer:
+    """One token per character, for methods that write prompts of their own."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [2 + ord(character) % (VOCAB - 2) for character in text]
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -65,6 +65,16 @@ def test_cache_layers_have_the_members_a_layer_of_ours_implements():
     expect(len(layers) == 1, "Cache(layers=[…]) no longer takes layers")
 
 
+def test_every_layer_has_an_output_projection():
+    """All query heads' outputs go through one linear module per layer, a plain weight `[hidden, H x D]`."""
+    for architecture in ARCHITECTURES:
+        model = small_model(architecture, head_dim=32)  # heads together wider than the model
+        found = compat.output_projections(model)
+        expect(sorted(found) == list(range(model.config.num_hidden_layers)), f"layers of {architecture}: {list(found)}")
+        for projection in found.values():
+            expect(projection.weight.shape == (64, 128), f"{architecture}: o_proj is {projection.weight.shape}")
+
+
 def test_layer_types_are_read_from_the_configuration():
     """get_layer_types_and_kwargs(config) tells full from sliding layers, with what the sliding ones need."""
     expect(hasattr(cache_utils, "get_layer_types_and_kwargs"), "cache_utils.get_layer_types_and_kwargs is gone")

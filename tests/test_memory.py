@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, feed, live_storages, make, storage_bytes, tensors_of
+from helpers import EVICTING, as_published, feed, grows, live_storages, make, storage_bytes, tensors_of
 from small_models import left_padded, random_ids, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,13 +42,17 @@ def held_bytes(cache):
 def test_bytes_after_eviction_follow_the_budget(name, budget):
     """Valid bytes are budget × full within 2%, allocated at most 1.25 × valid plus one block, and really that.
 
-    With the method's own settings on a long prompt: totals are equal whoever hands out the budget.
+    With the method's own settings on a long prompt: totals are equal whoever hands out the budget. Queries that are
+    remembered for a decode schedule come on top: as many whatever the budget, and counted with the scores.
     """
-    model, length = wide(max_position_embeddings=2048), 2000
-    with compress(model, METHODS[name](budget=budget)) as session:
+    model, length = wide(max_position_embeddings=8192), 2000  # KVzip repeats the prompt behind it
+    with compress(model, as_published(name, budget)) as session:
         session.prefill(random_ids(1, length))
         sizes = session.cache.nbytes()
         held, block = held_bytes(session.cache), block_bytes(session.cache)
+        queries = [layer.state[name] for layer in session.cache.full_layers for name in layer.state if "quer" in name]
+        held -= storage_bytes(queries)
+        assert sizes["scores"] >= storage_bytes(queries)
         report = session.report()["kv"]
     assert sizes["full"] == full_bytes(model, length)
     assert abs(sizes["valid"] / (budget * sizes["full"]) - 1) <= 0.02
@@ -90,7 +94,10 @@ def test_the_full_cache_weighs_what_a_dynamic_cache_weighs():
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_the_old_storage_is_freed(name):
-    """After a prompt at budget 0.25 no tensor of the un-evicted size is alive anywhere in the process."""
+    """After a prompt at budget 0.25 no tensor of the un-evicted size is alive anywhere in the process.
+
+    Heads that are to hold everything are held, and no more than they: then only the sum says something.
+    """
     model = wide()
     unevicted = 2 * LENGTH * HEAD * 4
     with compress(model, make(name, 0.25)) as session:
@@ -99,7 +106,7 @@ def test_the_old_storage_is_freed(name):
         new = {pointer: size for pointer, size in live_storages().items() if pointer not in before}
         assert session.cache is not None
     large = [size for size in new.values() if size >= 0.5 * unevicted]
-    assert large == []
+    assert large == [] or grows(make(name, 0.25))
     assert sum(new.values()) <= 0.25 * 1.5 * full_bytes(model, LENGTH)
 
 
@@ -129,7 +136,7 @@ def test_a_kept_slice_is_a_copy(which):
 @pytest.mark.parametrize("name", EVICTING)
 def test_decoding_at_the_cap_does_not_grow(name):
     """Methods with a decode schedule hold the same bytes after many steps, allocated ones included."""
-    if make(name, 0.5).parts().schedule.every is None:
+    if make(name, 0.5).parts().schedule.every is None or grows(make(name, 0.5)):
         pytest.skip("appends decoded tokens")
     model = wide()
     with compress(model, make(name, 0.25)) as session:

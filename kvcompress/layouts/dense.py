@@ -82,11 +82,14 @@ class DenseStore:
     def drop_channel(self, name: str) -> None:
         self.channels.pop(name, None)
 
-    def append(self, new: dict[str, Tensor], real: Tensor | None, added: Tensor) -> None:
-        """Add columns. `new` channels `[B, H or 1, n, ...]`; `added` LongTensor `[B]`: real tokens per row."""
+    def append(self, new: dict[str, Tensor], real: Tensor | None, added: Tensor, grow: bool = True) -> None:
+        """Add columns. `new` channels `[B, H or 1, n, ...]`; `added` LongTensor `[B]`: real tokens per row.
+
+        `grow=False` makes room for these and no more: where eviction follows at once.
+        """
         n = new["positions"].shape[2]
         if self.length + n > self.capacity:
-            self._reallocate(self.length + n + headroom(self.length + n))
+            self._reallocate(self.length + n + (headroom(self.length + n) if grow else 0))
         for name, buffer in self.channels.items():
             if name in new:
                 if new[name].shape[1] > buffer.shape[1]:

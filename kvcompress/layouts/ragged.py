@@ -72,13 +72,16 @@ class RaggedStore:
     def drop_channel(self, name: str) -> None:
         self.channels.pop(name, None)
 
-    def append(self, new: dict[str, Tensor], real: Tensor | None, added: Tensor) -> None:
-        """Add the real tokens of `new` channels `[B, H or 1, n, ...]`; `real` bool `[B, n]`, None if all are."""
+    def append(self, new: dict[str, Tensor], real: Tensor | None, added: Tensor, grow: bool = True) -> None:
+        """Add the real tokens of `new` channels `[B, H or 1, n, ...]`; `real` bool `[B, n]`, None if all are.
+
+        `grow=False` makes room for these and no more.
+        """
         batch, heads = self.counts.shape
         n = new["positions"].shape[2]
         wanted = (self.counts + added[:, None]).flatten()
         if bool((wanted > self.capacities).any()):
-            self._reallocate(wanted)
+            self._reallocate(wanted, grow)
         mask = torch.ones(batch, n, dtype=torch.bool) if real is None else real.cpu()
         offset = (mask.long().cumsum(1) - 1)[:, None, :].expand(batch, heads, n)
         slots = self.starts.view(batch, heads, 1) + self.counts[:, :, None] + offset
@@ -92,9 +95,9 @@ class RaggedStore:
                 flat[slots] = 0
         self.counts = wanted.view(batch, heads)
 
-    def _reallocate(self, wanted: Tensor) -> None:
+    def _reallocate(self, wanted: Tensor, grow: bool) -> None:
         old_segments = self.segments()
-        self.capacities = torch.tensor([w + headroom(w) for w in wanted.tolist()])
+        self.capacities = torch.tensor([w + headroom(w) for w in wanted.tolist()]) if grow else wanted
         starts = self.starts.tolist()
         total = int(self.capacities.sum())
         for name, old in self.channels.items():

@@ -1,0 +1,97 @@
+"""Compute the filters of QFilters for a model, once; they are then found by its weights.
+
+python scripts/calibrate_qfilters.py --model smollm2                    on text that the model writes itself
+python scripts/calibrate_qfilters.py --model NAME --text FILE           on a text file of yours
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="embedded name, Hub id, path or random/<architecture>")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto")
+    parser.add_argument("--text", type=Path, default=None, help="UTF-8 file; default: the model's own text")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the model's own text")
+    parser.add_argument("--top-p", type=float, default=0.95, help="of the model's own text")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="file; default: NAME.safetensors in the user's folder")
+    return parser.parse_args(arguments)
+
+
+def written(model: Any, args: argparse.Namespace, start: int) -> Any:
+    """Token ids `[sequences, length]` that the model samples after a start token, never stopping."""
+    import torch
+
+    from kvcompress import compress
+    from kvcompress.methods import Full
+
+    first = torch.full((args.sequences, 1), start)
+    with compress(model, Full()) as session:
+        session.prefill(first)
+        rows = session.generate(args.length - 1, temperature=args.temperature, top_p=args.top_p, seed=args.seed).tokens
+    return torch.cat([first, torch.tensor(rows)], dim=1)
+
+
+def read(path: Path, tokenizer: Any, args: argparse.Namespace) -> Any:
+    """The first `sequences` pieces of `length` tokens of a file, `[sequences, length]`; fewer if it is shorter."""
+    import torch
+
+    ids = torch.tensor(tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    count = min(args.sequences, len(ids) // args.length)
+    if count == 0:
+        raise ValueError(f"{path} has {len(ids)} tokens, fewer than --length {args.length}: lower it")
+    return ids[: count * args.length].view(count, args.length)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+
+    from kvcompress import calibration, load
+    from kvcompress.methods import qfilters
+    from kvcompress.record import source_hash
+
+    try:
+        model, tokenizer = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+        if args.text is None:
+            start = getattr(tokenizer, "bos_token_id", None)
+            ids = written(model, args, model.config.get_text_config().bos_token_id if start is None else start)
+            text = f"by the model, temperature {args.temperature}, top-p {args.top_p}, seed {args.seed}"
+        else:
+            ids, text = read(args.text, tokenizer, args), args.text.name
+        filters = qfilters.calibrate(model, ids.split(1))
+    except (OSError, ValueError) as error:
+        print(f"calibrate_qfilters: {error}", file=sys.stderr)
+        return 1
+    given = sys.argv[1:] if arguments is None else arguments
+    provenance = {
+        "model": args.model,
+        "text": text,
+        "ids_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "tokens": list(ids.shape),
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "scripts/calibrate_qfilters.py", *given]),
+        "versions": {name: metadata.version(name) for name in ("kvcompress", "torch", "transformers")}
+        | {"source": source_hash()},
+    }
+    name = args.model.strip("/").replace("/", "--")
+    out = args.out or calibration.folders(qfilters.KIND, qfilters.DATA)[0] / f"{name}.safetensors"
+    calibration.save(out, model, {"filters": filters}, provenance)
+    print(f"{out}: {len(filters)} layers of {filters.shape[1]} KV heads, from {ids.shape[0]} x {ids.shape[1]} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
