@@ -107,6 +107,14 @@ class RKV(Method):
             token after each of them, and counting on from one sample to the next).
     """
 
+    family = "attention"
+    keeps = "what the last 8 queries attend to and no newer token repeats, and these"
+    source = "arXiv 2505.24133; Zefan-Cai/R-KV"
+    differences = (
+        "works for batches, each row on its own count; kept tokens stay in order of position; of two exact copies the "
+        "later one stays (preset `code`: as released); similarity in blocks and scores in float32"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"lam": 0.1, "duplicates": "newest", "align": "row"},
         "code": {"lam": 0.07, "duplicates": "published", "align": "total"},
