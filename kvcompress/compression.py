@@ -40,8 +40,8 @@ class Compressor:
         self.parts = method.parts()
         if self.parts.schedule.unresolved:
             raise ValueError(
-                f"the schedule {self.parts.schedule} speaks of tokens: give it their ids with "
-                "method.for_tokenizer(tokenizer), or as newline_ids and until_ids"
+                f"the schedule {self.parts.schedule} speaks of tokens and needs the model's tokenizer: "
+                "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
             )
         self.n_layers = n_layers
         self.limited = method.limited and self.parts.scorer is not None

@@ -238,7 +238,7 @@ class Runner:
         from kvcompress.session import compress
 
         kernel = str(config.kernel)
-        ends, fitted = models.eos_ids(model, tokenizer), method.for_tokenizer(tokenizer)
+        ends = models.eos_ids(model, tokenizer)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             name = f"{type(method).__name__} {method.budget} · {task.name}"
@@ -249,7 +249,7 @@ class Runner:
                 turns = tuple(replace(turn, stop=tuple(sorted({*turn.stop, *ends}))) for turn in sample.turns)
                 sample = references.attach(task, replace(sample, turns=turns), model, kernel)
                 # a session of its own: nothing leaks from sample to sample
-                with compress(model, fitted, kernel, tokenizer) as session:
+                with compress(model, method, kernel, tokenizer) as session:
                     out = task.run(session, sample)
                 out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
                 scores = task.score(sample, out)

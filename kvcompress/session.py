@@ -298,7 +298,8 @@ def compress(model: PreTrainedModel, method: Method, kernel: str = "auto", token
     Args:
         kernel: "auto" takes SDPA wherever no probabilities are wanted; "blockwise" takes the kernel that also yields
             attention mass everywhere, so that methods that need it and others can be compared on one kernel.
-        tokenizer: for methods that write prompts of their own (KVzip); by default the one `load` gave with the model.
+        tokenizer: for methods that write prompts of their own (KVzip) and schedules that speak of tokens; by default the
+            one `load` gave with the model.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:
