@@ -38,6 +38,7 @@ class CompressedCache(Cache):
         self.forward: Forward | None = None
         self.real: Tensor | None = None  # [B] real tokens seen
         self.cap: Tensor | None = None  # [B] tokens kept per head, None without limit
+        self.closed: Tensor | None = None  # bool [B] on the CPU: rows that decode without compression from here on
         self.columns: Tensor | None = None  # bool [B, L] on the CPU, None while no column was padding
         self.clamped = False
         self.broken = False  # a forward failed half-way
@@ -125,6 +126,7 @@ class CompressedCache(Cache):
         ]
         copy.real, copy.cap = _clone(self.real), _clone(self.cap)
         copy.columns, copy.clamped, copy.owner = _clone(self.columns), self.clamped, self.owner
+        copy.closed = _clone(self.closed)
         copy.moments, copy.kept_max = [dict(m) for m in self.moments], self.kept_max
         copy.logits, copy.pending, copy.broken = _clone(self.logits), _clone(self.pending), self.broken
         copy.model = self.model
@@ -140,13 +142,13 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self.real = self.cap = self.columns = None
+        self.real = self.cap = self.columns = self.closed = None
         self.clamped, self.moments, self.kept_max = False, [], 0
         self.logits = self.pending = None
 
     def _rows(self, index: Tensor) -> None:
         index = index.cpu()
-        for name in ("real", "cap", "columns", "logits", "pending"):
+        for name in ("real", "cap", "columns", "closed", "logits", "pending"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, index.to(value.device)))
 

@@ -38,6 +38,11 @@ class Compressor:
         self.method = method
         self.blockwise = kernel == "blockwise"
         self.parts = method.parts()
+        if self.parts.schedule.unresolved:
+            raise ValueError(
+                f"the schedule {self.parts.schedule} speaks of tokens: give it their ids with "
+                "method.for_tokenizer(tokenizer), or as newline_ids and until_ids"
+            )
         self.n_layers = n_layers
         self.limited = method.limited and self.parts.scorer is not None
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
@@ -62,7 +67,7 @@ class Compressor:
     @property
     def wants_probabilities(self) -> bool:
         """True if a decode step's attention weights are used: then they are computed once, with the output."""
-        return self.blockwise or self.needs.mass or (self.needs.window == 1 and self.parts.schedule.every is not None)
+        return self.blockwise or self.needs.mass or (self.needs.window == 1 and self.parts.schedule.in_decode)
 
     @property
     def _every_step(self) -> bool:
@@ -86,6 +91,12 @@ class Compressor:
         view = self._view(layer, layer.positions(), "decode", layer.counts[:, 0])
         return self.parts.reader.select(q, view, layer.state)
 
+    @property
+    def acts_in_decode(self) -> bool:
+        """True if a decode step does more than attend to all that is held and store: known tokens then go one by one."""
+        scheduled = self.limited and self.parts.schedule.in_decode
+        return scheduled or not self.parts.reader.reads_all or self.parts.codec.name != "plain"
+
     # ------------------------------------------------------------------ observing
 
     def add_mass(self, layer: CompressedLayer, mass: Tensor, forward: Forward) -> None:
@@ -105,10 +116,10 @@ class Compressor:
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
         """Called when a prompt with all its chunks is in: what was seen of it is only of use to a decode schedule."""
-        if self.parts.schedule.every is None or self.needs.window == 1:
+        if not self.parts.schedule.in_decode or self.needs.window == 1:
             for layer in cache.full_layers:
                 self._forget_queries(layer)
-        if self.parts.schedule.every is None:
+        if not self.parts.schedule.in_decode:
             for layer in cache.full_layers:
                 self._forget_prompt(layer)
 
@@ -145,7 +156,7 @@ class Compressor:
             layer.observe(q, features, forward)
             return
         # a decode step's own attention is known already, so a window of one needs no queries there
-        beyond = schedule.every is not None and self.needs.window > 1
+        beyond = schedule.in_decode and self.needs.window > 1
         if self.needs.window and (forward.phase == "prompt" or beyond):
             remember_queries(layer, q, forward, self.needs.window)
         elif "queries" in layer.state:
@@ -153,7 +164,7 @@ class Compressor:
         layer.queries = q
         try:
             if self.observing:
-                if forward.phase == "prompt" or schedule.every is not None:
+                if forward.phase == "prompt" or schedule.in_decode:
                     with self.clock.running(q.device):
                         self._observe(layer, probabilities, features, forward, cache)
                 else:
@@ -173,7 +184,8 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
-        if forward.phase == "decode" and layer.steady is not None and layer.steady.holds(layer.held(), layer.target):
+        steadily = forward.phase == "decode" and layer.steady is not None and cache.closed is None
+        if steadily and layer.steady.holds(layer.held(), layer.target):
             with self.clock.running(layer.held().get("positions").device):
                 layer.drop_one(layer.steady.pick(self._score(layer, probabilities, features, forward, cache)[0]))
             return
@@ -203,14 +215,19 @@ class Compressor:
             else:  # a layer may get less than the cap
                 assert cache.real is not None
                 rows = cache.real > cache.cap
-        elif forward.phase == "decode" and schedule.every is not None and layer.target is not None:
-            over = counts - layer.target
-            rows = (over > 0).any(1)
-            if schedule.align == "row":
-                rows = (over >= schedule.every).any(1)
+        elif forward.phase == "decode" and schedule.in_decode and layer.target is not None:
+            over = (counts - layer.target).amax(1)
+            if schedule.every is None:
+                rows = torch.zeros(len(counts), dtype=torch.bool)
+            elif schedule.align == "row":
+                rows = over >= schedule.every
             else:
                 assert cache.real is not None
-                rows &= (cache.real % schedule.every) == 0
+                rows = (over > 0) & (cache.real % schedule.every == 0)
+            if forward.fires is not None:
+                rows |= (over > 0) & forward.fires
+            if cache.closed is not None:
+                rows &= ~cache.closed
             rows &= forward.added > 0
         else:
             return None
@@ -360,8 +377,9 @@ class Compressor:
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
             assert layer.target is not None
+            assert cache.real is not None
             # in decode a head may grow to what it was given
-            layer.target = torch.where(rows[:, None], wanted, layer.target)
+            layer.target = torch.where(rows[:, None], self.parts.allocator.limit(wanted, cache.real), layer.target)
 
     # ------------------------------------------------------------------ allocators that look at several layers
 
@@ -394,7 +412,9 @@ class Compressor:
         for layer, wanted in zip(scored, counts, strict=True):
             if bool((layer.counts > wanted).any()):
                 self._trim(layer, wanted, forward, cache)
-            layer.target = torch.where(whole[:, None], torch.minimum(wanted, cache.cap[:, None]), wanted)
+            assert cache.real is not None
+            wanted = torch.where(whole[:, None], torch.minimum(wanted, cache.cap[:, None]), wanted)
+            layer.target = self.parts.allocator.limit(wanted, cache.real)
 
     def _trim(self, layer: CompressedLayer, wanted: Tensor, forward: Forward, cache: CompressedCache) -> None:
         """Cut a scored layer to its new count: by rank as long as what is protected stays the same, else anew."""

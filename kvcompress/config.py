@@ -21,13 +21,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvcompress import models
-from kvcompress.method import Allocator, Codec, Method, Prefill, Reader
+from kvcompress.method import Allocator, Codec, Method, Prefill, Reader, Schedule
 from kvcompress.methods import METHODS
 from kvcompress.task import Task
 from kvcompress.tasks import TASKS
 
 PARTS: dict[str, type] = {"allocator": Allocator, "codec": Codec, "reader": Reader, "prefill": Prefill}
-GROUPS = ("model", "task", "method", *PARTS, "sweep", "logger", "experiment", "debug")
+GROUPS = ("model", "task", "method", *PARTS, "schedule", "sweep", "logger", "experiment", "debug")
 RESUME = ("auto", "refresh", "any")
 
 
@@ -79,6 +79,7 @@ class RunConfig:
     codec: Any = None
     reader: Any = None
     prefill: Any = None
+    schedule: Any = None
     budget: float | int = 1.0
     seed: int = 0
     dtype: str = "float32"
@@ -144,6 +145,7 @@ def _plain(kind: Any) -> Any:
 
 
 METHOD_ELSEWHERE = tuple(item.name for item in fields(Method) if item.name != "preset")
+SCHEDULE_ELSEWHERE = ("newline_ids", "until_ids")  # the tokenizer's business
 TASK_ELSEWHERE = tuple(item.name for item in fields(Task))
 
 
@@ -157,10 +159,12 @@ def register() -> None:
     for name, method in method_classes().items():
         store.store(group="method", name=f"base_{name}", node=schema(method, name, METHOD_ELSEWHERE))
     for name, task in TASKS.items():
-        store.store(group="task", name=f"base_{name}", node=schema(task, name, TASK_ELSEWHERE))
+        flat = name.replace("/", "_")  # a name may have a folder: reasoning/gsm8k
+        store.store(group="task", name=f"base_{flat}", node=schema(task, name, TASK_ELSEWHERE))
     for group, base in PARTS.items():
         for name, part in part_classes(base).items():
             store.store(group=group, name=f"base_{name}", node=schema(part, name))
+    store.store(group="schedule", name="base_schedule", node=schema(Schedule, "schedule", SCHEDULE_ELSEWHERE))
     for name in models.names():
         if "/" in name:
             register_model(name)
@@ -251,7 +255,12 @@ def build_method(config: Any) -> Method:
         if node is not None:
             part, settings = _named(group, node, part_classes(base))
             values[group] = part(**settings)
-    return cls(budget=config.budget, **values)
+    method = cls(budget=config.budget, **values)
+    if config.schedule is None or method.make_scorer() is None:  # nothing to schedule: one cell for all
+        return method
+    settings = _values(config.schedule)
+    settings.pop("name")
+    return method.replace(schedule=Schedule(**settings))
 
 
 def build_task(config: Any) -> Task:

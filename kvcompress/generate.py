@@ -61,11 +61,12 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> Generation:
     """Decode from `logits [B, V]` with `step(ids [B, 1], real [B] or None) -> logits`.
 
     The last picked token of each row is not fed: the cache holds exactly the tokens before it. A finished row goes on
-    as padding, which gets no position.
+    as padding, which gets no position. `watch` is called after every step, outside of what is timed.
 
     Raises:
         ValueError: for settings outside their range.
@@ -96,5 +97,7 @@ def generate(
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)
         result.step_s.append(time.perf_counter() - start)
+        if watch is not None:
+            watch()
     result.pending = last
     return result

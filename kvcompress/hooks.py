@@ -16,7 +16,6 @@ from kvcompress import (
     compat,
     passes,
 )
-from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
 from kvcompress.layer import CompressedLayer, Forward
@@ -176,13 +175,13 @@ class Hooks:
             raise ValueError("the prompt is empty: give at least one token")
         named["cache"] = cache = self._adopt(named.get("cache"))
         named["use_cache"] = True
-        unchanged = cache.real, cache.cap, cache.columns
+        unchanged = cache.real, cache.cap, cache.columns, cache.closed
         try:
             forward = self._describe(cache, tokens, named.get("attention_mask"))
             self._check_length(cache, forward)
             passes.plan(self, cache, forward, named.get("input_ids"))
         except ValueError:  # a refused forward leaves no trace
-            cache.real, cache.cap, cache.columns = unchanged
+            cache.real, cache.cap, cache.columns, cache.closed = unchanged
             raise
         cache.forward = forward
         if cache.columns is not None and named.get("attention_mask") is None:
@@ -251,9 +250,33 @@ class Hooks:
         cache.real = before + added
         phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
         if phase == "prompt":
-            cache.cap = budgets.cap(self.method.budget, cache.real) if self.compressor.limited else None
+            cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
-        return Forward(phase, length, real, positions.int(), added, columns)
+        fires = self._read_tokens(cache, tokens, real, phase)
+        return Forward(phase, length, real, positions.int(), added, columns, fires=fires)
+
+    def _read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
+        """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.
+
+        Raises:
+            ValueError: embeddings were given where the schedule needs ids.
+        """
+        schedule = self.compressor.parts.schedule
+        if phase == "prompt":
+            cache.closed = None
+        if phase != "decode" or not self.compressor.limited or not (schedule.newline_ids or schedule.until_ids):
+            return None
+        if tokens.dim() != 2:
+            raise ValueError("the schedule fires on token ids, and this forward was given embeddings: pass input_ids")
+        ids = tokens.cpu() if real is None else tokens.cpu().masked_fill(~real, -1)
+
+        def among(wanted: tuple[int, ...]) -> Tensor:
+            return torch.isin(ids, torch.tensor(wanted, dtype=torch.long)).any(1)
+
+        if schedule.until_ids:
+            ended = among(schedule.until_ids)
+            cache.closed = ended if cache.closed is None else cache.closed | ended
+        return among(schedule.newline_ids) if schedule.newline_ids else None
 
     @staticmethod
     def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:

@@ -29,6 +29,7 @@ class Forward:
         added: LongTensor `[B]` on the CPU, real tokens per row.
         rotated: `[B or 1, length]`, the position ids by which the model rotates.
         passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
+        fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
     """
 
     phase: str
@@ -39,6 +40,7 @@ class Forward:
     rotated: Tensor
     passes: list[tuple[int, Pass]] = field(default_factory=list)
     deferred: dict[int, Any] = field(default_factory=dict)
+    fires: Tensor | None = None
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def on(self, name: str, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
-from kvcompress.budget import Budget, check_budget, is_unlimited
+from kvcompress.budget import Budget, cap, check_budget, is_unlimited
 from kvcompress.parts import (
     Allocator,
     Chunked,
@@ -64,7 +64,7 @@ ILLEGAL: list[tuple[str, Any]] = [
         "a reader that reads a selection hides attention that a scorer with a decode schedule needs",
         lambda m, p: (
             not p.reader.reads_all
-            and p.schedule.every is not None
+            and p.schedule.in_decode
             and p.scorer is not None
             and (p.scorer.needs.mass or p.scorer.needs.window == 1)
         ),
@@ -101,7 +101,18 @@ class Method:
             head, sinks and window included.
         preset: whose settings fill the fields left at None: the paper's, the released code's or kvpress's.
         allocator, codec, reader, prefill, schedule: replace the method's own part.
+
+    Every method says in class variables of its own what the table of methods shows beside its parts and presets:
+    `family`; what it `keeps`; its `source` (paper, released code); the `differences` from that code; and, where it
+    applies, what its scorer `reads` beside attention (keys, values) and what data of a model it needs (`needs_data`).
     """
+
+    family: ClassVar[str] = ""
+    keeps: ClassVar[str] = ""
+    reads: ClassVar[str] = ""
+    needs_data: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    differences: ClassVar[str] = ""
 
     budget_kind: ClassVar[Literal["held_tokens", "read_tokens", "bytes", "none"]] = "held_tokens"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {}}
@@ -136,12 +147,16 @@ class Method:
 
         A method that needs data of the model (calibrated filters, head classes) returns a copy with it filled in.
         Such data goes into fields declared with `repr=False, compare=False`: they are no hyper-parameters, so they are
-        neither on the command line nor in a record.
+        neither on the command line nor in a record. By default the allocator is asked, and replaced by its answer.
 
         Raises:
             ValueError: if there is none for this model, naming the command that makes it.
         """
-        return self
+        if not self.limited:
+            return self
+        allocator = self.parts().allocator
+        bound = allocator.bind(model)
+        return self if bound is allocator else replace(self, allocator=bound)
 
     def notes(self, model: Any) -> list[str]:
         """What a user should know of this method on this model: warned when attached, kept in the session's report."""
@@ -155,6 +170,19 @@ class Method:
     def compact_positions(self) -> bool:
         """True if kept keys are re-rotated to positions 0, 1, … and queries follow at the number held."""
         return False
+
+    def cap(self, real: Tensor) -> Tensor | None:
+        """Tokens that rows of `real [B]` tokens keep per KV head, LongTensor `[B]`; None without limit."""
+        return cap(self.budget, real)
+
+    def for_tokenizer(self, tokenizer: Any) -> Method:
+        """This method with what it says in text (a schedule's `newline` and `until`) as ids of a tokenizer.
+
+        Raises:
+            ValueError: the tokenizer has no such token.
+        """
+        schedule = self.parts().schedule
+        return self.replace(schedule=schedule.resolve(tokenizer)) if schedule.unresolved else self
 
     @property
     def limited(self) -> bool:

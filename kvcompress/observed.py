@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from kvcompress.compat import Rotation
-from kvcompress.kernels.blockwise import Features, blocks, softmax_block, visible
+from kvcompress.kernels.blockwise import Features, blocks, logits_block, softmax_block, visible
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.parts import LayerView, Observed
 
@@ -57,7 +57,13 @@ class LayerObserved(Observed):
         for part in blocks(queries.shape[2], queries, self.view.keys):
             yield self._attention(queries[:, :, part], at[:, part])[0], at[:, part]
 
+    def logits(self, size: int) -> tuple[Tensor, Tensor]:
+        queries, at = self._queries(size)
+        allowed = visible(self.positions, at, self.features.window)
+        return logits_block(queries, self.view.keys, allowed, self.features), at >= 0
+
     def _queries(self, size: int) -> tuple[Tensor, Tensor]:
+        """The last `size` queries `[B, H, size, D]` and their positions `[B, size]`."""
         if "queries" not in self.layer.state:
             raise ValueError("the scorer asks for a window of queries it did not declare in `needs`")
         return self.layer.state["queries"][:, :, -size:], self.layer.state["query_positions"][:, -size:]

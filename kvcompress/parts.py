@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -108,6 +108,14 @@ class Observed(ABC):
         Returns:
             probabilities `[B, H_kv, G, size, P]`, softmax over all slots visible to that query (0 elsewhere), and a
             bool `[B, size]` that is False where the row has fewer real queries than `size`.
+        """
+
+    @abstractmethod
+    def logits(self, size: int) -> tuple[Tensor, Tensor]:
+        """What `window` is the softmax of, without sinks: logits `[B, H_kv, G, size, P]`, -inf where not visible.
+
+        For scorers with a normalisation of their own. In decode they need a window of at least 2 (of one, the step's
+        own attention is all that is known). Also the same bool `[B, size]`; the rest means nothing where it is False.
         """
 
     @property
@@ -252,6 +260,10 @@ class Allocator(ABC):
     def needs(self) -> Needs:
         return Needs()
 
+    def bind(self, model: Any) -> Allocator:
+        """This allocator ready for a model, as `Method.bind`: one that needs data of the model returns a copy with it."""
+        return self
+
     def stat(self, view: LayerView, observed: Observed) -> Any:
         """What to remember of a layer when a prompt's scores are made: handed back as its entry of `stats`.
 
@@ -277,6 +289,13 @@ class Allocator(ABC):
             one LongTensor `[B, H_kv]` per layer in scope, at least the protected slots of each head and at least 1.
             Totals over all layers equal `total`; what a head cannot fill it may grow into in decode.
         """
+
+    def limit(self, counts: Tensor, real: Tensor) -> Tensor:
+        """Slots each head may hold in decode, where a prompt of `real [B]` tokens gave it `counts [B, H_kv]`.
+
+        The same, unless heads are to grow beyond the budget with every token; then `MOST_TOKENS` of the budget module.
+        """
+        return counts
 
 
 @dataclass(frozen=True)
@@ -400,21 +419,70 @@ class Chunked(Prefill):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a method compresses: at the end of each prompt, and in decode when a row holds cap + `every` tokens.
+    """When a method compresses: at the end of each prompt, and in decode row by row.
 
-    `every=None` never compresses in decode: decoded tokens are appended beyond the cap. `align="total"` fires at
-    multiples of `every` of the row's total length instead, as R-KV's released code does.
+    Without `every` and `newline` decoded tokens are appended beyond the cap.
+
+    Attributes:
+        prompt: when a prompt ends.
+        every: in decode, when a row holds cap + `every` tokens.
+        align: "total" fires at multiples of `every` of the row's total length instead, as R-KV's released code does.
+        newline: in decode, when a token with a line break is fed to a row above its cap.
+        until: a token's text, such as "</think>": once it is decoded, its row is not compressed in decode any more.
+        newline_ids, until_ids: token ids for the two, filled in by `resolve`.
     """
 
     prompt: bool = True
     every: int | None = None
     align: Literal["row", "total"] = "row"
+    newline: bool = False
+    until: str = ""
+    newline_ids: tuple[int, ...] = field(default=(), repr=False)
+    until_ids: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
             raise ValueError(f"every={self.every}; a decode schedule fires after at least 1 token, or None for never")
         if self.align not in ("row", "total"):
             raise ValueError(f"align={self.align!r}; valid: row, total")
+
+    @property
+    def in_decode(self) -> bool:
+        """True if it may fire in decode."""
+        return self.every is not None or self.newline
+
+    @property
+    def unresolved(self) -> bool:
+        """True if it speaks of tokens whose ids are not known yet."""
+        return (self.newline and not self.newline_ids) or bool(self.until and not self.until_ids)
+
+    def resolve(self, tokenizer: Any) -> Schedule:
+        """This schedule with the token ids of a tokenizer filled in.
+
+        Raises:
+            ValueError: no token holds a line break, or `until` is no single token.
+        """
+        newline_ids, until_ids = self.newline_ids, self.until_ids
+        if self.newline and not newline_ids:
+            texts = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
+            newline_ids = tuple(number for number, text in enumerate(texts) if "\n" in text)
+            if not newline_ids:
+                raise ValueError("schedule.newline=true, but no token of this tokenizer holds a line break")
+        if self.until and not until_ids:
+            until_ids = tuple(tokenizer.encode(self.until, add_special_tokens=False))
+            if len(until_ids) != 1:
+                raise ValueError(
+                    f"schedule.until={self.until!r} is {len(until_ids)} tokens of this tokenizer; it must be one"
+                )
+        return replace(self, newline_ids=newline_ids, until_ids=until_ids)
+
+    def __str__(self) -> str:
+        parts = ["prompt"] if self.prompt else []
+        if self.every is not None:
+            parts.append(f"every{self.every}" + ("(total)" if self.align == "total" else ""))
+        parts += ["newline"] if self.newline else []
+        text = "+".join(parts) or "never"
+        return text + (f" until {self.until}" if self.until else "")
 
 
 @dataclass(frozen=True)
@@ -430,14 +498,11 @@ class Parts:
 
     def names(self) -> dict[str, str]:
         """Class names for records: `parts.scorer`, `parts.allocator`, …"""
-        schedule = "prompt" if self.schedule.prompt else ""
-        if self.schedule.every is not None:
-            schedule += f"+every{self.schedule.every}" + ("(total)" if self.schedule.align == "total" else "")
         return {
             "prefill": self.prefill.name,
             "scorer": type(self.scorer).__name__ if self.scorer else "none",
             "allocator": getattr(self.allocator, "name", type(self.allocator).__name__.lower()),
             "codec": self.codec.name,
             "reader": self.reader.name,
-            "schedule": schedule.strip("+") or "never",
+            "schedule": str(self.schedule),
         }

@@ -28,6 +28,8 @@ KEYS = (
     *("parts.preset", "kv.bytes_held", "kv.bytes_allocated", "kv.bytes_full", "kv.ratio", "kv.bytes_host"),
     *(
         "kv.bytes_scores",
+        "kv.bytes_peak",
+        "kv.bytes_mean",
         "kv.kept_tokens_mean",
         "kv.kept_tokens_max",
         "kv.read_bytes_per_token",
@@ -68,7 +70,7 @@ def digest(value: Any) -> str:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Hash of the Python sources of the library, its methods and its tasks: what a stale record was not made with."""
+    """Hash of the sources of the library, its methods (with their data) and its tasks: what a stale record had not."""
     import kvcompress
     import kvcompress.methods
     import kvcompress.tasks
@@ -76,7 +78,7 @@ def source_hash() -> str:
     found = hashlib.sha256()
     for package in (kvcompress, kvcompress.methods, kvcompress.tasks):
         root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
+        for path in sorted([*root.rglob("*.py"), *root.glob("data/**/*.json")]):
             found.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\0".encode())
             found.update(path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
     return found.hexdigest()[:16]
@@ -210,6 +212,14 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "kept_tokens_mean",
     ):
         found[f"kv.{key}"] = _mean(kv.get(key) for kv in after)
+    # along the decode: sampled by the task, or what its two ends say
+    held = [
+        out.get("held") or [a.get("bytes_held"), b.get("bytes_held")]
+        for out, a, b in zip(outs, after, end, strict=True)
+    ]
+    known = [values for values in held if None not in values]
+    found["kv.bytes_peak"] = _mean(max(values) for values in known)
+    found["kv.bytes_mean"] = _mean(fmean(values) for values in known)
     for key in ("read_bytes_per_token", "moved_bytes_per_token"):
         found[f"kv.{key}"] = _mean(kv.get(key) for kv in end)
     found["kv.kept_tokens_max"] = max((kv["kept_tokens_max"] for kv in end if kv.get("kept_tokens_max")), default=None)

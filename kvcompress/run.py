@@ -22,6 +22,7 @@ from kvcompress.compression import KERNELS
 from kvcompress.config import RESUME, build_method, build_task, check_keys, check_overrides, register
 from kvcompress.measure import hardware
 from kvcompress.method import Method
+from kvcompress.references import References
 from kvcompress.task import Sample, Task
 
 logger = logging.getLogger(__name__)
@@ -200,7 +201,8 @@ class Runner:
             samples = list(task.samples(tokenizer))[: config.limit]
             total = len(samples)
             check_lengths(samples, model, method)
-            self._samples(config, model, tokenizer, method, task, samples, folder, done, source)
+            references = References(folder.path.parent, [pair_id(cell), source])
+            self._samples(config, model, tokenizer, method, task, samples, folder, done, source, references)
         except KeyboardInterrupt:
             self._write(config, cell, method, task, folder, "partial", "interrupted", total)
             raise
@@ -223,11 +225,12 @@ class Runner:
         folder: record.RunFolder,
         done: set[str],
         source: str,
+        references: References,
     ) -> None:
         from kvcompress.session import compress
 
         kernel = str(config.kernel)
-        ends = models.eos_ids(model, tokenizer)
+        ends, fitted = models.eos_ids(model, tokenizer), method.for_tokenizer(tokenizer)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             name = f"{type(method).__name__} {method.budget} · {task.name}"
@@ -236,10 +239,9 @@ class Runner:
                 if sample.id in done:
                     continue
                 turns = tuple(replace(turn, stop=tuple(sorted({*turn.stop, *ends}))) for turn in sample.turns)
-                sample = replace(sample, turns=turns)
-                with compress(
-                    model, method, kernel, tokenizer
-                ) as session:  # one of its own: nothing leaks from sample to sample
+                sample = references.attach(task, replace(sample, turns=turns), model, kernel)
+                # a session of its own: nothing leaks from sample to sample
+                with compress(model, fitted, kernel, tokenizer) as session:
                     out = task.run(session, sample)
                 out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
                 scores = task.score(sample, out)
@@ -283,7 +285,8 @@ class Runner:
         error: str | None,
         total: int,
     ) -> dict[str, Any]:
-        found = record.aggregate(list(folder.rows().values()))
+        rows = list(folder.rows().values())
+        found = record.aggregate(rows)
         if status == "ok" and found["n_samples"] < max(total, 1):
             status = "partial"
         if status == "ok" and method.limited and found["share_inactive"] == 1.0:
@@ -291,6 +294,7 @@ class Runner:
         parts = cell["parts"]
         written: dict[str, Any] = dict.fromkeys(record.KEYS)
         written |= found
+        written |= {f"metrics.{name}": value for name, value in task.summarise(rows).items()} if rows else {}
         written |= {f"parts.{name}": value for name, value in parts.items()}
         written |= record.versions() | {
             f"versions.{name}": value for name, value in hardware(models.resolve_device(config.device)).items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -136,6 +136,7 @@ class Session(Hooks):
         top_p: float = 1.0,
         top_k: int = 0,
         seed: int | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> Generation:
         """Continue the current cache from its last logits; greedy at temperature 0.
 
@@ -146,6 +147,7 @@ class Session(Hooks):
             max_new_tokens: at most this many tokens per row.
             stop: token ids, any of which ends a row and is not part of its tokens.
             temperature, top_p, top_k, seed: sampling.
+            watch: called after every decode step, outside of what is timed.
         """
         self._must_be_open()
         check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -155,12 +157,41 @@ class Session(Hooks):
                 "nothing to continue: run the last tokens with session.prefill() or append(), which keep logits"
             )
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
-        output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed)
+        output = generate(self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch)
         cache.pending = output.pending
         return output
 
-    def _forward(self, phase: str, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """One forward in a stated phase → logits `[B, V]` after each row's last real token, kept on the cache."""
+    @torch.no_grad()
+    def follow(self, ids: Tensor, block: int = 64) -> Iterator[Tensor]:
+        """Feed tokens that are known as if each had just been decoded; yields the logits that predicted them.
+
+        One forward per token where the method acts in decode. Elsewhere a forward takes up to `block` tokens, which is
+        the same but for rounding. As after generate(), the last token has been picked and not been fed.
+
+        Args:
+            ids: LongTensor `[B, n]`, all of them real tokens.
+
+        Yields:
+            logits `[B, m, V]`, n in all: the first from what the cache ended with, the others after each token.
+        """
+        self._must_be_open()
+        cache, ids = self._current(), ids[None] if ids.dim() == 1 else ids
+        if ids.shape[1] == 0:
+            raise ValueError("nothing to follow: give at least one token")
+        if cache.logits is None:
+            raise ValueError("nothing predicts the first token: run the tokens before it with session.prefill()")
+        yield (cache.logits if cache.pending is None else self.step(cache.pending))[:, None]
+        phase, length = ("decode", 1) if self.compressor.acts_in_decode else ("append", block)
+        for start in range(0, ids.shape[1] - 1, length):
+            part = ids[:, start : min(start + length, ids.shape[1] - 1)]
+            yield self._forward(phase, part, None, every=True)
+        cache.pending = ids[:, -1:]
+
+    def _forward(self, phase: str, ids: Tensor, mask: Tensor | None, every: bool = False) -> Tensor:
+        """One forward in a stated phase → logits `[B, V]` after each row's last real token, kept on the cache.
+
+        With `every`, the logits after each of the tokens, `[B, n, V]`.
+        """
         cache = self._current()
         mask = self._new_columns(cache, ids, mask)
         real = mask.bool().cpu() if mask is not None else torch.ones(ids.shape, dtype=torch.bool)
@@ -177,18 +208,19 @@ class Session(Hooks):
                 position_ids=position_ids.to(device),
                 cache=cache,
                 use_cache=True,
-                logits_to_keep=ids.shape[1] - first_kept,
+                logits_to_keep=ids.shape[1] - (0 if every else first_kept),
             )
         finally:
             self._phase = self._real = None
         logits = output.logits[:, -1]
         if bool((last != ids.shape[1] - 1).any()):  # padding to the right of a row's last token
             rows = torch.arange(len(last), device=output.logits.device)
-            logits = output.logits[rows, (last - first_kept).clamp(min=0).to(rows.device)]
+            first = 0 if every else first_kept
+            logits = output.logits[rows, (last - first).clamp(min=0).to(rows.device)]
         if previous is not None and not bool(any_real.all()):  # a row that got nothing keeps what it had
             logits = torch.where(any_real.to(logits.device)[:, None], logits, previous)
         cache.logits = logits
-        return logits
+        return output.logits if every else logits
 
     @staticmethod
     def _new_columns(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -45,6 +45,7 @@ class Sample:
         turns: questions asked on that prompt.
         protocol: how it is asked, e.g. `{"question": "seen"}`; goes into the record.
         meta: facts about the sample for reports, e.g. length and depth; plain values only.
+        reference: what `Task.reference` found on the uncompressed model, set by the runner; None where none is wanted.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Sample:
     turns: tuple[Turn, ...]
     protocol: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+    reference: Mapping[str, torch.Tensor] | None = field(default=None, compare=False, repr=False)
 
     def prompt_ids(self) -> list[int]:
         """The context and the first question, as the model sees them."""
@@ -76,6 +78,7 @@ class Task(ABC):
     metric: ClassVar[str]
     metric_version: ClassVar[str]  # raise it whenever a score may change
     shares_prefill: ClassVar[bool] = True  # False where the prefill itself is what is measured
+    wants_reference: ClassVar[bool] = False  # True where a sample is judged against a run without compression
 
     seed: int = 0
     data: str | None = None
@@ -90,6 +93,21 @@ class Task(ABC):
 
     def fingerprint(self) -> dict[str, Any]:
         """Facts beside the settings that change results, e.g. which haystack was found. Part of the run id."""
+        return {}
+
+    def reference(self, session: Any, sample: Sample) -> dict[str, torch.Tensor]:
+        """What the uncompressed model does with a sample, as tensors on the CPU; handed back as `sample.reference`.
+
+        Called by the runner for a task that `wants_reference`, with a session that compresses nothing, once per sample
+        and sweep: the result is kept on disk for all cells that may be compared.
+        """
+        raise NotImplementedError(f"task {self.name} wants a reference and has no way to make one")
+
+    def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a record says beyond the mean score, from finished rows of `samples.jsonl`; keys become `metrics.*`.
+
+        Plain values: numbers, and lists of numbers for curves.
+        """
         return {}
 
     def settings(self) -> dict[str, Any]:

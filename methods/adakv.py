@@ -110,6 +110,14 @@ class AdaKV(SnapKV):
         window, kernel, pooling, reduce_first: of the scores, as in SnapKV; 32, 7 and "max" in paper and code.
     """
 
+    family = "head budgets"
+    keeps = "SnapKV's choice; heads of a layer share its budget by their scores"
+    source = "arXiv 2407.11550; FFY0/AdaKV"
+    differences = (
+        "totals per layer are exact (largest remainder) unless rounding=nearest; one budget per KV head; evicted "
+        "tokens are freed in every head"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"window": 32, "kernel": 7, "pooling": "max", "reduce_first": True}
         | {"alpha": 0.2, "safeguard": "mix", "rounding": "exact"},

@@ -34,12 +34,16 @@ def window_spread(observed: Observed, size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class IndicatorScorer(WindowScorer):
-    """Mean plus `gamma` times the variance of a key's attention over the window; in decode, the last query's."""
+    """Mean plus `gamma` times the variance of a key's attention over the window.
+
+    In decode it may be the last query's attention alone, where a token is dropped after each.
+    """
 
     gamma: float = 200.0
+    last_query: bool = True
 
     def votes(self, view: LayerView, observed: Observed) -> Tensor:
-        if view.phase == "decode":
+        if view.phase == "decode" and self.last_query:
             return observed.window(1)[0].squeeze(3)
         mean, variance = window_spread(observed, self.size)
         return mean + self.gamma * variance
@@ -153,7 +157,7 @@ class CAKE(SnapKV):
     """Evict by mean and variance of the window's attention, layer by layer, within budgets that layers compete for.
 
     At prompt end in a cascade (paper section 4), then in decode one token per head and step, by the last query's
-    attention.
+    attention; under a schedule that drops many tokens at once, by the last window's, as at prompt end.
 
     Attributes:
         gamma: weight of the variance in a token's score.
@@ -164,6 +168,15 @@ class CAKE(SnapKV):
         decode: evict after every decoded token.
         window, kernel, pooling, group_reduce, reduce_first: as in SnapKV; 32, 5 and "avg" in paper and code.
     """
+
+    family = "layer budgets"
+    keeps = "mean and variance of what the last queries attend to; layers compete in a cascade"
+    source = "arXiv 2503.12491; antgroup/cakekv"
+    differences = (
+        "budgets add up and never grow from layer to layer unless repair=published; variances in float32 (half "
+        "precision loses most of them); rows of a batch are independent; with gate=False prompts just above the budget "
+        "are cut too"
+    )
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": True}
@@ -198,6 +211,7 @@ class CAKE(SnapKV):
             self.group_reduce,
             bool(self.reduce_first),
             self.gamma,  # type: ignore[arg-type]
+            (self.schedule or self.make_schedule()).every == 1,
         )
 
     def make_allocator(self) -> Allocator:

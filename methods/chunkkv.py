@@ -72,6 +72,14 @@ class ChunkKV(SnapKV):
             does not pool and leaves the window open: 32 is SnapKV's. kvpress takes any scorer; its SnapKV stands here.
     """
 
+    family = "attention"
+    keeps = "whole chunks of 10 tokens that the last queries attend to, and these queries"
+    source = "arXiv 2502.00299; kvpress"
+    differences = (
+        "the budget is filled to the token, with a part of the next chunk; one choice per KV head; chunks lie at "
+        "multiples of the original positions"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"window": 32, "kernel": 1, "pooling": "avg", "reduce_first": True}
         | {"size": 10, "combine": "sum", "together": False},

@@ -58,6 +58,11 @@ class CriticalKV(SnapKV):
         window, kernel, pooling, reduce_first: as in SnapKV; 32, 5 and "avg" in the released code.
     """
 
+    family = "attention"
+    keeps = "half by the last queries' attention, half by attention times the projected value's norm"
+    source = "arXiv 2502.03805; FFY0/DefensiveKV"
+    differences = "one set per KV head; any scorer can stand first (`base`), any allocator beside it"
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": True, "protected_first": False},
         "code": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": False, "protected_first": True},

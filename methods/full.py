@@ -12,4 +12,9 @@ from kvcompress.method import Method
 class Full(Method):
     """Keep every token. `budget` has no effect; a sweep's budgets collapse to one cell."""
 
+    family = "baseline"
+    keeps = "everything"
+    source = "the uncompressed cache"
+    differences = "none: what every other method is measured against"
+
     budget_kind: ClassVar[Literal["none"]] = "none"

@@ -67,6 +67,14 @@ class H2O(Method):
         decode: evict after every decoded token.
     """
 
+    family = "attention"
+    keeps = "keys that collected the most attention, and the recent half"
+    source = "arXiv 2306.14048; FMInference/H2O"
+    differences = (
+        "attention is summed in float32, per row and per KV head (the released code sums in the model's "
+        "precision, over the batch, and has no grouped queries); no attention matrix is built"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"recent_share": 0.5, "normalise": False, "decode": True},
         "code": {"recent_share": 0.5, "normalise": False, "decode": True},

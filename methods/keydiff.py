@@ -51,6 +51,15 @@ class KeyDiff(Method):
         sinks, window: first and last tokens that are always kept. The paper protects none: a new token may go at once.
     """
 
+    family = "keys and values"
+    keeps = "keys that point away from the mean key"
+    reads = "keys"
+    source = "arXiv 2504.15364; no official code, kvpress"
+    differences = (
+        "a share as budget cuts each block to its share of the tokens so far; cosines in float32, padding is no "
+        "part of the mean"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"block": 128, "decode": True},
         "code": {"block": 128, "decode": True},

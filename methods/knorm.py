@@ -68,6 +68,12 @@ class Knorm(Method):
         totals: whether they count within the budget ("equal") or come on top of it ("published", as in the code).
     """
 
+    family = "keys and values"
+    keeps = "keys of small norm; the first 2 layers get up to half of the budget"
+    reads = "keys"
+    source = "arXiv 2406.11430; its authors' code and kvpress"
+    differences = "layers that are not compressed count within the total unless totals=published; norms in float32"
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"skip_layers": 2, "totals": "equal"},
         "code": {"skip_layers": 2, "totals": "published"},

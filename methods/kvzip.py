@@ -125,6 +125,14 @@ class KVzip(Method):
         answer: stands before the repetition where the tokenizer has no chat template.
     """
 
+    family = "reconstruction"
+    keeps = "what the model attends to while it repeats the context; one threshold over layers and heads"
+    source = "arXiv 2505.23416; snu-mllab/KVzip"
+    differences = (
+        "float32; exact totals instead of a threshold; evicted pairs are freed in every layer and head; no head-"
+        "level scores computed beforehand"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"chunk": 2000, "continuation": f"{CONTINUATION} ", "answer": "\n\nAnswer: "},
         "code": {"chunk": 2000, "continuation": f"{CONTINUATION} ", "answer": "\n\nAnswer: "},

@@ -91,6 +91,15 @@ class LagKV(Method):
         decode: compress in decode.
     """
 
+    family = "keys and values"
+    keeps = "16 sinks, the last 128 tokens, and of every 128 between them those unusual for the next 128"
+    reads = "keys, values"
+    source = "arXiv 2504.04704; AI-Lab-China-Merchants-Bank/LagKV"
+    differences = (
+        "the budget is a total that is shared by rank among chunks, where the released code keeps a fixed share "
+        "of each; channels that do not vary are guarded; softmax in float32"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"sinks": 16, "lag": 128, "decode": True},
         "code": {"sinks": 16, "lag": 1024, "decode": True},

@@ -88,6 +88,13 @@ class PyramidKV(SnapKV):
             and in kvpress.
     """
 
+    family = "layer budgets"
+    keeps = "SnapKV's choice; lower layers get more"
+    source = "arXiv 2406.02069; Zefan-Cai/KVCache-Factory"
+    differences = (
+        "totals are exact unless totals=published (the released code holds up to a tenth more); one set per KV head"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"window": 8, "kernel": 7, "pooling": "max", "reduce_first": True}
         | {"totals": "equal", "protected_inside": False},

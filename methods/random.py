@@ -31,6 +31,11 @@ class Random(Method):
         seed: of the choice.
     """
 
+    family = "baseline"
+    keeps = "random tokens, per layer and head"
+    source = "a control"
+    differences = "has no published code: the floor every method must stay above"
+
     seed: int = 0
 
     def make_scorer(self) -> RandomScorer:

@@ -87,6 +87,13 @@ class Scissorhands(Method):
         group_reduce: how the attention of the query heads of a KV head is combined before it votes.
     """
 
+    family = "attention"
+    keeps = "what most of the last 400 queries gave at least an even share, and the last 10 tokens"
+    source = "arXiv 2305.17118"
+    differences = (
+        "no author code; heads of a group are averaged before they vote; the buffer's drop is a field of its own"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"history": 400, "recent": 10, "rule": "below"},
     }

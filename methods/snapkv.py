@@ -34,12 +34,15 @@ class WindowScorer(Scorer):
         attention, _ = observed.window(self.size)
         return attention.sum(dim=3)
 
-    def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
-        votes = self.votes(view, observed)
+    def prefix(self, view: LayerView) -> Tensor:
+        """Held slots before the window, bool `[B, H_kv, P]`."""
         held = view.positions >= 0
         rank = held.cumsum(-1) - 1
         window = protect(view.kept, self.sinks, self.window(view.kept)).window  # shrinks row by row
-        prefix = held & (rank < held.sum(-1, keepdim=True) - window.to(rank.device)[:, None, None])
+        return held & (rank < held.sum(-1, keepdim=True) - window.to(rank.device)[:, None, None])
+
+    def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
+        votes, prefix, held = self.votes(view, observed), self.prefix(view), view.positions >= 0
         order = None
         if bool((held[..., :-1] & ~held[..., 1:]).any()):  # slots emptied in decode are no neighbours
             order = torch.sort(held.to(torch.uint8), dim=-1, stable=True).indices
@@ -80,6 +83,14 @@ class SnapKV(Method):
             query head instead.
         reduce_first: combine before pooling (the two orders differ for max), else after it, as kvpress does.
     """
+
+    family = "attention"
+    keeps = "what the last queries of the prompt attend to, pooled over neighbours, and these"
+    source = "arXiv 2404.14469; FasterDecoding/SnapKV"
+    differences = (
+        "one set per KV head instead of per query head (which stores grouped keys several times over); the window "
+        "is the last real tokens of each row"
+    )
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"window": 32, "kernel": 7, "pooling": "max", "reduce_first": True},

@@ -29,6 +29,14 @@ class StreamingLLM(Method):
         decode: evict after every decoded token; otherwise decoded tokens are appended beyond the budget.
     """
 
+    family = "recency"
+    keeps = "the first 4 tokens and the most recent ones"
+    source = "arXiv 2309.17453; mit-han-lab/streaming-llm"
+    differences = (
+        "a long prompt is attended to as a whole before its middle is evicted, not token by token; the budget counts "
+        "sinks and recent tokens together"
+    )
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"positions": "compact", "decode": True},
         "code": {"positions": "compact", "decode": True},

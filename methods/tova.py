@@ -35,6 +35,11 @@ class TOVA(Method):
         decode: evict after every decoded token.
     """
 
+    family = "attention"
+    keeps = "what the last query attends to, the same for all heads of a layer"
+    source = "arXiv 2401.06104; schwartz-lab-NLP/TOVA"
+    differences = "the one attention row is computed beside a fused kernel; rows of a batch are independent"
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"protect_last": False, "decode": True},
         "code": {"protect_last": False, "decode": True},

@@ -6,6 +6,8 @@ python scripts/bench.py overhead --only perhead,ragged,floor  decode on ragged l
 python scripts/bench.py overhead --only share                 compression of each method, as a share of the prefill
 python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
 python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks beside the same at once
+python scripts/bench.py generation                            bytes and time per token along a long output
+python scripts/bench.py generation --only memory --methods rkv,h2o,snapkv --png results/sawtooth.png
 """
 
 from __future__ import annotations
@@ -51,6 +53,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     overhead.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
     overhead.add_argument("--seed", type=int, default=0)
     overhead.add_argument("--json", type=Path, default=None, help="also write everything to this file")
+    along = commands.add_parser("generation", help="bytes held and time per token along a long output")
+    along.add_argument("--model", default="smollm2")
+    along.add_argument("--dtype", default="float32")
+    along.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto")
+    along.add_argument("--methods", default="rkv", help="comma-separated, all under the same schedule")
+    along.add_argument("--budget", type=int, default=256, help="tokens per head")
+    along.add_argument("--interval", type=int, default=128, help="tokens between compressions")
+    along.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    along.add_argument("--tokens", type=int, default=2048, help="tokens of the output")
+    along.add_argument("--only", default="", help="memory or time")
+    along.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
+    along.add_argument("--seed", type=int, default=0)
+    along.add_argument("--png", type=Path, default=None, help="draw the bytes held into this file")
+    along.add_argument("--json", type=Path, default=None, help="also write everything to this file")
     return parser.parse_args(arguments)
 
 
@@ -104,6 +120,80 @@ def overhead(args: argparse.Namespace) -> int:
             write(args, facts, rows)
     Console(width=max(100, console.width)).print(table(rows))
     return 1 if any(row.missed for row in rows) else 0
+
+
+def generation(args: argparse.Namespace) -> int:
+    """0, or 1 where a method held more than budget and interval or became slower along the output."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from kvcompress import load, longrun, measure
+    from kvcompress.method import Schedule
+    from kvcompress.methods import METHODS
+    from kvcompress.report.decode import draw_sawtooth
+
+    known = {name.lower(): cls for name, cls in METHODS.items() if cls.budget_kind == "held_tokens"}
+    names = [name for name in args.methods.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--methods {name!r} is unknown; valid: {', '.join(known)}")
+    if args.only not in ("", "memory", "time"):
+        raise ValueError(f"--only {args.only!r}; valid: memory, time")
+    schedule = Schedule(every=args.interval)
+    methods = {name: known[name](budget=args.budget, schedule=schedule) for name in names}
+    model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+    console = Console()
+    facts = measure.hardware(model.device)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    traces: list[longrun.Trace] = []
+    flats: list[longrun.Flat] = []
+    with measure.threads(args.threads) as threads, Progress(*columns, *times, console=Console(stderr=True)) as progress:
+        console.print(
+            f"{args.model} {args.dtype} on {facts['device']}, {threads} threads of {facts['cores']} cores, budget "
+            f"{args.budget}, interval {args.interval}, {args.prompt} + {args.tokens} tokens"
+        )
+        if args.only != "time":
+            task = progress.add_task("memory", total=len(methods) * args.tokens)
+            step = partial(progress.advance, task)
+            for name, method in methods.items():
+                traces.append(longrun.trace(model, name, method, args.prompt, args.tokens, args.seed, step))
+        if args.only != "memory":
+            task = progress.add_task("time", total=longrun.steps(len(methods), args.tokens))
+            step = partial(progress.advance, task)
+            sizes = (args.prompt, args.tokens, args.interval, args.seed)
+            flats = longrun.flatness(model, methods, *sizes, step)
+    for trace in traces:
+        broken = trace.broken()
+        console.print(
+            f"{trace.name}: at most {max(trace.tokens)} tokens per head and {max(trace.valid) / 2**20:.1f} MiB held "
+            f"({max(trace.allocated) / 2**20:.1f} allocated); a full cache ends at {trace.full[-1] / 2**20:.1f} MiB; "
+            + (f"[red]above budget + interval after {broken[0]} tokens[/red]" if broken else "within budget + interval")
+        )
+    for flat in flats:
+        low, high = flat.spread
+        verdict = "" if flat.target is None else " [red]missed[/red]" if flat.missed else " [green]met[/green]"
+        console.print(
+            f"{flat.name}: {1000 * flat.early:.1f} ms per token in the second quarter, {1000 * flat.late:.1f} in the last, "
+            f"ratio {flat.ratio:.3f} ({low:.3f}–{high:.3f})"
+            + ("" if flat.target is None else f", target ≤ {flat.target}{verdict}")
+        )
+    if args.png is not None and traces:
+        draw_sawtooth(traces, f"{args.model}, {args.dtype}: budget {args.budget}, interval {args.interval}", args.png)
+        console.print(f"wrote {args.png}")
+    if args.json is not None:
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        content: dict = {"settings": settings, "hardware": facts}
+        content |= {"traces": [one.as_dict() for one in traces], "flat": [one.as_dict() for one in flats]}
+        args.json.write_text(json.dumps(content) + "\n")
+    return int(any(trace.broken() for trace in traces) or any(flat.missed for flat in flats))
 
 
 def table(rows: list[Row]) -> Table:
@@ -191,6 +281,7 @@ def write(args: argparse.Namespace, facts: dict, rows: list) -> None:
 if __name__ == "__main__":
     options = parse()
     try:
-        sys.exit({"overhead": overhead, "chunked": chunked}[options.command](options))
+        commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation}
+        sys.exit(commands_of[options.command](options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -16,14 +16,29 @@ EVICTING = sorted(name for name, cls in METHODS.items() if cls.budget_kind == "h
 
 
 def make(name: str, budget: float | int, **options: Any) -> Method:
-    """A method by class name, with a small window where it has one, so that tiny prompts exercise it."""
+    """A method by class name, with a small window and interval where it has one, so that tiny prompts exercise it.
+
+    What is measured once per model (head classes) is replaced by its control: small models have no data.
+    """
     cls = METHODS[name]
     fields = cls.__dataclass_fields__
-    small = {"window": 3, "sinks": 2, "lag": 3, "recent": 3, "history": 5, "drop": 3}
+    small = {"window": 3, "sinks": 2, "lag": 3, "interval": 3, "recent": 3, "history": 5, "drop": 3, "heads": "random"}
     for field, value in small.items():
         if field in fields and field not in options:
             options[field] = value
     return cls(budget=budget, **options)
+
+
+def as_published(name: str, budget: float | int) -> Method:
+    """A method with its own settings, but for what is measured once per model: small models have no data."""
+    cls = METHODS[name]
+    return cls(budget=budget, **({"heads": "random"} if "heads" in cls.__dataclass_fields__ else {}))
+
+
+def grows(method: Method) -> bool:
+    """True if the allocator lets heads that hold a whole prompt grow beyond the budget in decode."""
+    limit = method.parts().allocator.limit(torch.tensor([[100]]), torch.tensor([100]))
+    return int(limit) > 100
 
 
 def position_ids(mask: Tensor, new: int) -> Tensor:

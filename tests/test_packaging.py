@@ -50,6 +50,11 @@ def test_a_wheel_contains_config_files_and_the_type_marker(wheel):
     assert own <= set(wheel)
 
 
+def test_a_wheel_contains_the_data_of_methods(wheel):
+    own = {path.relative_to(ROOT / "methods").as_posix() for path in (ROOT / "methods" / "data").rglob("*.json")}
+    assert own and {f"kvcompress/methods/{path}" for path in own} <= set(wheel)
+
+
 def test_a_wheel_installs_nothing_beside_kvcompress(wheel):
     assert {name.split("/")[0].split("-")[0] for name in wheel} <= {"kvcompress", "hydra_plugins"}
 

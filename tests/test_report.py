@@ -12,7 +12,7 @@ from kvcompress import record
 from kvcompress.report.cli import main
 from kvcompress.report.heatmap import grid
 from kvcompress.report.load import load
-from kvcompress.report.table import COLUMNS, leaderboard
+from kvcompress.report.table import COLUMNS, leaderboard, markdown
 
 
 def make(folder, method, budget, score, *, scorer="S", status="ok", lengths=(1000,), **more):
@@ -123,3 +123,19 @@ def test_grid_is_the_mean_per_length_and_depth():
 def test_no_record_at_all_exits_1_and_says_how_to_make_one(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "scripts/run.py" in capsys.readouterr().err
+
+
+def test_a_table_shows_divergence_where_it_was_measured_and_no_times_where_there_are_none(tmp_path):
+    untimed = {"time.ttft_s": None, "time.tpot_s": None}
+    make(tmp_path, "full", 1.0, 1.0, scorer="none", **untimed, **{"metrics.kl": 0.0, "metrics.perplexity_ratio": 1.0})
+    make(tmp_path, "good", 0.5, 1.0, **untimed, **{"metrics.kl": 0.01234, "metrics.perplexity_ratio": 1.234})
+    make(tmp_path, "older", 0.25, 1.0, **untimed)
+    found = load([tmp_path])
+    out = io.StringIO()
+    leaderboard([entry.record for entry in found.entries], Console(file=out, width=120))
+    lines = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line.split()}
+    assert lines["method"][3:7] == ["Δ", "full", "KL", "perplexity"] and "TTFT" not in lines["method"]
+    assert lines["good"][-4:-2] == ["0.0123", "1.23"] and lines["older"][-4:-2] == ["–", "–"]
+    text = markdown(found.groups())
+    assert "| KL | perplexity |" in text and "in nats" in text
+    assert "KL" not in markdown([[entry.record for entry in found.entries if entry.record["method"] == "older"]])

@@ -93,6 +93,24 @@ def sdpa_block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling:
     return output.view(*q.shape[:3], v.shape[-1])
 
 
+def logits_block(q: Tensor, k: Tensor, allowed: Tensor | None, features: Features, masked_from: int = 0) -> Tensor:
+    """Scaled and soft-capped logits `[B, H_kv, G, n, P]` float32, -inf where a query may not look.
+
+    Arguments as of `softmax_block`.
+    """
+    batch, all_heads, n, _ = q.shape
+    heads = k.shape[1]
+    # scaled before the product, which would leave float16's range otherwise
+    scaled = (q.float() * features.scaling).to(q.dtype)
+    logits = torch.matmul(group_queries(scaled, heads), k.transpose(2, 3)).float()
+    if features.softcap is not None:
+        logits = torch.tanh(logits / features.softcap) * features.softcap
+    logits = logits.view(batch, heads, all_heads // heads, n, -1)
+    if allowed is not None:
+        logits[..., masked_from:].masked_fill_(~allowed[:, :, None], float("-inf"))
+    return logits
+
+
 def softmax_block(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, features: Features, masked_from: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -108,14 +126,7 @@ def softmax_block(
     """
     batch, all_heads, n, _ = q.shape
     heads = k.shape[1]
-    # scaled before the product, which would leave float16's range otherwise
-    scaled = (q.float() * features.scaling).to(q.dtype)
-    logits = torch.matmul(group_queries(scaled, heads), k.transpose(2, 3)).float()
-    if features.softcap is not None:
-        logits = torch.tanh(logits / features.softcap) * features.softcap
-    logits = logits.view(batch, heads, all_heads // heads, n, -1)
-    if allowed is not None:
-        logits[..., masked_from:].masked_fill_(~allowed[:, :, None], float("-inf"))
+    logits = logits_block(q, k, allowed, features, masked_from)
     if features.sinks is None:
         p = torch.softmax(logits, dim=-1)
     else:

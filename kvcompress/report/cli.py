@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvcompress.report.curves import draw_all
+from kvcompress.report.decode import draw_speed
 from kvcompress.report.heatmap import draw
 from kvcompress.report.load import Entry, load
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
@@ -20,11 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 where no record was found.
     """
-    parser = argparse.ArgumentParser(prog="report.py", description="Leaderboard and heat maps from records.")
+    parser = argparse.ArgumentParser(prog="report.py", description="Leaderboard, heat maps and curves from records.")
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("results")], help="folders with records")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown; - prints them")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every key of every record; - prints it")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write a heat map per setting into this folder")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write heat maps and curves into this folder")
     options = parser.parse_args(arguments)
 
     notes = Console(stderr=True)
@@ -56,7 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for entry in found.entries:
             pairs.setdefault((entry.sweep, str(entry.record.get("protocol.pair"))), []).append(entry)
         for (sweep, pair), entries in sorted(pairs.items()):
-            path = options.png / f"{sweep}-{entries[0].record['task']}-{pair[:8]}.png"
+            path = options.png / f"{sweep}-{entries[0].record['task'].replace('/', '-')}-{pair[:8]}.png"
             if draw(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
+            path = path.with_name(f"{path.stem}-speed.png")
+            if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
+                notes.print(f"wrote {path}", markup=False, soft_wrap=True)
+        for path in draw_all(found.entries, options.png):
+            notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     return 0

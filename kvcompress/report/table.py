@@ -59,11 +59,31 @@ COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("n", lambda record: str(record.get("n_samples") or 0)),
     ("notes", lambda record: ", ".join(flags(record))),
 )
+# after the difference to the full cache, where a task measured it
+DRIFT: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("KL", lambda record: _number(record.get("metrics.kl"), ".3g")),
+    ("perplexity", lambda record: _number(record.get("metrics.perplexity_ratio"), ".2f")),
+)
 LEGEND = (
     "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
     "values and positions after compression, as a share of what the full cache holds · TTFT includes compression, TPOT "
     "is per decoded token, both medians"
 )
+DRIFT_LEGEND = (
+    " · KL: mean divergence of the next-token distribution from the full cache's, in nats · perplexity: as a multiple of "
+    "the full cache's"
+)
+
+
+def legend(records: Iterable[Record]) -> str:
+    return LEGEND + (DRIFT_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
+
+
+def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
+    """What a table of these records shows."""
+    if all(record.get("metrics.kl") is None for record in group):
+        return COLUMNS
+    return (*COLUMNS[:4], *DRIFT, *COLUMNS[4:])
 
 
 def title(record: Record) -> str:
@@ -73,6 +93,8 @@ def title(record: Record) -> str:
         record.get("model"),
         record.get("task"),
         record.get("protocol.haystack"),
+        record.get("protocol.source"),
+        record.get("protocol.texts"),
         f"question {question}" if question else None,
         f"template {record['protocol.template']}" if record.get("protocol.template") else None,
         record.get("metric"),
@@ -101,7 +123,7 @@ def leaderboard(records: Iterable[Record], console: Console) -> None:
     for group in groups.values():
         _print(_split(ordered(group)), console)
     if groups:
-        console.print(LEGEND, style="dim")
+        console.print(legend(record for group in groups.values() for record in group), style="dim")
 
 
 def _split(group: Sequence[Record]) -> list[Record]:
@@ -116,7 +138,9 @@ def _print(group: Sequence[Record], console: Console) -> None:
         hidden.add("notes")
     table = Table(title=head, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.collapse_padding = True
-    shown = [(name, show) for name, show in COLUMNS if name not in hidden]
+    if all(record.get("time.tpot_s") is None and record.get("time.ttft_s") is None for record in group):
+        hidden |= {"TTFT", "TPOT"}  # a task that times nothing
+    shown = [(name, show) for name, show in columns(group) if name not in hidden]
     for name, _ in shown:
         # numbers must never be cut: a narrow terminal wraps the notes
         table.add_column(name, justify="left" if name in ("method", "notes") else "right", no_wrap=name != "notes")
@@ -142,18 +166,21 @@ def _print(group: Sequence[Record], console: Console) -> None:
 def markdown(groups: Iterable[Sequence[Record]]) -> str:
     """One markdown table per group of comparable records."""
     lines: list[str] = []
+    every: list[Record] = []
     for group in groups:
+        every += group
         lines += [f"### {title(group[0])}", ""]
-        lines.append("| " + " | ".join(name for name, _ in COLUMNS) + " |")
-        lines.append("|" + "|".join(" :--- " if name in ("method", "notes") else " ---: " for name, _ in COLUMNS) + "|")
+        shown = columns(group)
+        lines.append("| " + " | ".join(name for name, _ in shown) + " |")
+        lines.append("|" + "|".join(" :--- " if name in ("method", "notes") else " ---: " for name, _ in shown) + "|")
         for record in _split(group):
             cells = [
                 show(record) if on_board(record) or name in ("method", "budget", "n", "notes") else MISSING
-                for name, show in COLUMNS
+                for name, show in shown
             ]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
-    return "\n".join([*lines, LEGEND, ""]) if lines else ""
+    return "\n".join([*lines, legend(every), ""]) if lines else ""
 
 
 def to_csv(records: Iterable[Record]) -> str:

@@ -1,0 +1,334 @@
+"""Figures of records over budgets: score and divergence by bytes held, and divergence by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from kvcompress.record import is_baseline
+from kvcompress.report.load import Entry
+from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record, Series, rows, series, spread, unlimited
+
+FLOOR = 1e-6  # divergences below are rounding of float32 logits
+SIZE = 8  # of text, in points
+
+
+@dataclass
+class Panel:
+    """One column of a figure: what is drawn of which runs."""
+
+    title: str
+    records: list[Record]
+    y: Callable[[Record], Any]
+    y_label: str
+    x: Callable[[Record], Any]
+    x_label: str
+    log_y: bool = False
+    bytes_x: bool = False  # megabytes on a log scale; else shares of the full cache
+
+    @property
+    def lines(self) -> list[Series]:
+        return series(self.records)
+
+    def points(self, one: Series) -> list[tuple[float, float, Record]]:
+        """x as drawn, y, and the record of each run that has both."""
+        unit = 1e6 if self.bytes_x else 1.0
+        return [(x / unit, y, record) for x, y, record in one.points(self.x, self.y)]
+
+    @property
+    def drawable(self) -> bool:
+        return any(self.points(one) for one in self.lines)
+
+    @property
+    def baseline(self) -> Record | None:
+        return next((record for record in self.records if is_baseline(record)), None)
+
+
+class End(NamedTuple):
+    """A line as its label needs it: its last point and its mean."""
+
+    name: str
+    colour: str
+    marker: str
+    x: float
+    y: float
+    mean: float
+
+
+def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
+    """Every figure the records allow, as PNG and SVG in `folder`.
+
+    Per sweep and model, where some method has two budgets or more: score and divergence by budget; per setting, the
+    same against peak and mean bytes along the decode; for divergences, the curve by position.
+    """
+    written: list[Path] = []
+    models: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for entry in entries:
+        record = entry.record
+        groups = models.setdefault((entry.sweep, str(record["model"])), {})
+        groups.setdefault(str(record.get("protocol.pair")), []).append(record)
+    for (sweep, model), groups in sorted(models.items()):
+        usable = [group for group in groups.values() if any(len(one.records) > 1 for one in series(group))]
+        stem = f"{sweep}-{model.replace('/', '_')}"
+        heading = f"{sweep}: {model}"
+        panels = sorted((by_budget(group) for group in usable), key=lambda panel: (panel.log_y, panel.title))
+        if panels := [panel for panel in panels if panel.drawable]:
+            written += _save(_figure(panels, heading), folder / f"{stem}-budget")
+        for group in usable:
+            name = f"{stem}-{group[0]['task'].replace('/', '-')}-{str(group[0].get('protocol.pair'))[:8]}"
+            if panels := [panel for panel in by_bytes(group) if panel.drawable]:
+                written += _save(_figure(panels, heading), folder / f"{name}-bytes")
+            if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):
+                written += _save(_by_position(group, f"{heading} · {about(group)}"), folder / f"{name}-position")
+    return written
+
+
+def _save(figure: Any, stem: Path) -> list[Path]:
+    import matplotlib.pyplot as plt
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    for path in paths:
+        # the same records give the same file
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return paths
+
+
+def about(group: Sequence[Record]) -> str:
+    """What the runs of a group were asked, and on how many samples."""
+    record = group[0]
+    counts = sorted({r["n_samples"] for r in group if r["n_samples"]})
+    many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
+    asked = [str(record[f"protocol.{key}"]) for key in ("haystack", "source", "texts") if record.get(f"protocol.{key}")]
+    if record.get("protocol.question"):
+        asked.append(f"question {record['protocol.question']}")
+    return ", ".join([str(record["task"]), *asked, f"{many} samples"])
+
+
+def divergence(group: Sequence[Record]) -> bool:
+    return any(record.get("metrics.kl") is not None for record in group)
+
+
+def _get(key: str, record: Record) -> Any:
+    return record.get(key)
+
+
+def _y(group: Sequence[Record]) -> dict[str, Any]:
+    if divergence(group):
+        return {"y": partial(_get, "metrics.kl"), "y_label": "KL(full ‖ compressed), nats per token", "log_y": True}
+    return {"y": partial(_get, "score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
+
+
+def by_budget(group: list[Record]) -> Panel:
+    """Score or divergence by the share of bytes measured; where it is not the nominal budget a thin line leads there."""
+    label = (
+        "bytes held after compression, measured, share of the full cache\n"
+        "(a thin line leads there from a nominal budget that differs)"
+    )
+    return Panel(about(group), group, x=partial(_get, "kv.ratio"), x_label=label, **_y(group))
+
+
+def by_bytes(group: list[Record]) -> list[Panel]:
+    """The same by peak and by mean bytes held from the end of the prompt to the end of the decode."""
+    return [
+        Panel(
+            f"{about(group)} · {kind} bytes",
+            group,
+            x=partial(_get, f"kv.bytes_{kind}"),
+            x_label=f"{kind} bytes held from the prompt's end to the last token (MB)",
+            bytes_x=True,
+            **_y(group),
+        )
+        for kind in ("peak", "mean")
+    ]
+
+
+# ---------------------------------------------------------------------- a row per family, a column per panel
+
+
+def _figure(panels: Sequence[Panel], title: str) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvcompress"
+    import matplotlib.pyplot as plt
+
+    names = {one.name: one for panel in panels for one in panel.lines}
+    lines = sorted(names.values(), key=lambda one: (one.family, one.name))
+    families = rows(lines)
+    height = 2.7
+    size = (5.9 * len(panels), height * len(families) + 0.7)
+    figure, grid = plt.subplots(len(families), len(panels), figsize=size, layout="constrained", squeeze=False)
+    for column, panel in enumerate(panels):
+        limits = _limits(panel)
+        for line, (name, members) in enumerate(families):
+            axes = grid[line][column]
+            drawn = {one.name: one for one in panel.lines}
+            wanted = [(one.name, drawn.get(one.name)) for one in members]
+            _paint(axes, panel, wanted, limits, height)
+            axes.set_title(name, fontsize=SIZE + 1, loc="left")
+            if line == 0:
+                axes.set_title(f"{panel.title}\n\n{name}", fontsize=SIZE + 1, loc="left")
+            axes.set_ylabel(panel.y_label, fontsize=SIZE)
+            if line == len(families) - 1:
+                axes.set_xlabel(panel.x_label, fontsize=SIZE)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    return figure
+
+
+def _limits(panel: Panel) -> tuple[float, float]:
+    """Limits of y, the same for all families."""
+    if not panel.log_y:
+        return -0.03, 1.05
+    values = [y for one in panel.lines for _, y, r in panel.points(one) if y > 0 and not unlimited(r)]
+    low = max(FLOOR, 10 ** math.floor(math.log10(min(values)))) if values else FLOOR
+    return low, 2 * max([*values, 10 * low])
+
+
+def _paint(
+    axes: Any, panel: Panel, members: Sequence[tuple[str, Series | None]], limits: tuple[float, float], height: float
+) -> None:
+    low, high = limits
+    names = {name for name, _ in members}
+    for other in panel.lines:
+        if other.name not in names:
+            found = panel.points(other)
+            axes.plot([x for x, _, _ in found], [max(y, low) for _, y, _ in found], color=CONTEXT, lw=0.8, zorder=1)
+    if panel.log_y:
+        axes.set_yscale("log")
+    axes.set_ylim(low / 1.3 if panel.log_y else low, high)
+    _scale_x(axes, panel)
+    base = panel.baseline
+    if base is not None and panel.y(base) is not None:
+        if not panel.log_y:
+            axes.axhline(panel.y(base), color="#555555", lw=0.8, ls=(0, (4, 3)), zorder=1)
+        if panel.bytes_x and panel.x(base):
+            axes.axvline(panel.x(base) / 1e6, color="#555555", lw=0.8, ls=(0, (4, 3)), zorder=1)
+            axes.text(panel.x(base) / 1e6, 0.1, "full ", fontsize=SIZE - 1, color="#555555", ha="right",
+                      transform=axes.get_xaxis_transform())  # fmt: skip
+    ends: list[End] = []
+    for number, (name, one) in enumerate(members):
+        found = panel.points(one) if one is not None else []
+        if one is None or not found:
+            continue
+        colour, marker = COLOURS[number], MARKERS[number]
+        xs = [x for x, _, _ in found]
+        ys = [max(y, low) for _, y, _ in found]
+        style = {"lw": 1.5} if one.ordered else {"lw": 0}
+        axes.plot(xs, ys, color=colour, marker=marker, ms=3.5, zorder=3, **style)
+        if not panel.bytes_x:
+            for x, y, record in found:
+                if isinstance(record["budget"], float) and abs(x - record["budget"]) > 0.01:
+                    axes.plot([record["budget"], x], [max(y, low)] * 2, color=colour, lw=0.6, zorder=2)
+                    axes.plot([record["budget"]], [max(y, low)], marker="|", ms=5, color=colour, zorder=2)
+        ends.append(End(name, colour, marker, xs[-1], ys[-1], fmean(y for _, y, _ in found)))
+    _labels(axes, ends, height, panel.log_y)
+    axes.tick_params(labelsize=SIZE)
+    axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _scale_x(axes: Any, panel: Panel) -> None:
+    """Budgets fall to the right, so that a slope is seen as one."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    found = [x for one in panel.lines for x, _, _ in panel.points(one)]
+    if panel.bytes_x:
+        axes.set_xscale("log")
+        full = panel.x(panel.baseline) if panel.baseline else None
+        axes.set_xlim(1.4 * max([*found, (full or 0) / 1e6]), min(found) / 1.15)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(max([1.0, *found]) + 0.02, min([*found, 0.05]) - 0.02)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.0f}%")
+
+
+def _labels(axes: Any, ends: Sequence[End], height: float, tied: bool) -> None:
+    """Each line's name right of the panel, in its colour and behind its marker.
+
+    Tied to its last point where lines end apart; scores mostly end together at nothing, so there the name of the line
+    that stays up longest (the highest mean) stands at the top.
+    """
+    gap = 1.35 * SIZE / 72 / (0.72 * height)
+    if tied:
+        to_axes = axes.transData + axes.transAxes.inverted()
+        wanted = [float(to_axes.transform((end.x, end.y))[1]) for end in ends]
+    else:
+        best = sorted(ends, key=lambda end: (-end.mean, end.name))
+        wanted = [0.95 - gap * best.index(end) for end in ends]
+    for end, place in zip(ends, spread(wanted, gap, 0.0, 1.0), strict=True):
+        line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "alpha": 0.6, "shrinkA": 4, "shrinkB": 2}
+        axes.annotate(
+            end.name,
+            (end.x, end.y),
+            xytext=(1.06, place),
+            textcoords="axes fraction",
+            color=end.colour,
+            fontsize=SIZE,
+            va="center",
+            annotation_clip=False,
+            arrowprops=line if tied else None,
+        )
+        axes.plot([1.04], [place], transform=axes.transAxes, clip_on=False, color=end.colour, marker=end.marker, ms=3.5)
+
+
+# ---------------------------------------------------------------------- by position
+
+
+def _by_position(group: Sequence[Record], title: str) -> Any:
+    """A small panel per method, a line per budget: does the drift grow along the text?"""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvcompress"
+    import matplotlib.pyplot as plt
+
+    lines = [(one, [r for r in one.records if r.get("metrics.curve_kl") and not unlimited(r)]) for one in series(group)]
+    lines = [(one, records) for one, records in lines if records]
+    budgets = sorted({r["budget"] for _, records in lines for r in records})
+    if len(budgets) > 6:  # more lines than that are a smear: evenly among them, both ends included
+        budgets = [budgets[round(i * (len(budgets) - 1) / 5)] for i in range(6)]
+    shades = {b: plt.get_cmap("cividis")(0.9 * i / max(len(budgets) - 1, 1)) for i, b in enumerate(budgets)}
+    columns = min(4, len(lines))
+    deep = math.ceil(len(lines) / columns)
+    figure, grid = plt.subplots(
+        deep, columns, figsize=(2.7 * columns + 1.2, 1.9 * deep + 0.9), sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    usual = [median(r["metrics.curve_kl"]) for _, records in lines for r in records if r["budget"] in shades]
+    low = 10 ** math.floor(math.log10(max(min(usual) / 3, FLOOR)))
+    handles: dict[Any, Any] = {}
+    for axes, entry in zip(grid.flat, [*lines, *[None] * (deep * columns - len(lines))], strict=True):
+        if entry is None:
+            axes.set_axis_off()
+            continue
+        one, records = entry
+        for record in sorted(records, key=lambda r: -r["budget"]):
+            if record["budget"] in shades:
+                points = [max(v, low) for v in record["metrics.curve_kl"]]
+                handles[record["budget"]] = axes.plot(
+                    record["metrics.curve_position"], points, color=shades[record["budget"]], lw=1.3
+                )[0]
+        axes.set_title(one.name, fontsize=SIZE + 1, loc="left")
+        axes.set_yscale("log")
+        axes.tick_params(labelsize=SIZE)
+        axes.grid(axis="y", color="#eeeeee", lw=0.6)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    labels = [f"{b:g}" if isinstance(b, float) else f"{b} tok" for b in budgets if b in handles]
+    figure.legend([handles[b] for b in budgets if b in handles], labels, title="budget", fontsize=SIZE,
+                  title_fontsize=SIZE, loc="outside right center", frameon=False)  # fmt: skip
+    figure.supxlabel("token after the prompt", fontsize=SIZE + 1)
+    figure.supylabel("KL(full ‖ compressed), nats", fontsize=SIZE + 1)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    return figure

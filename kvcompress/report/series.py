@@ -1,0 +1,110 @@
+"""Records as lines: one series per method and setting, families of them, colours, and labels that do not collide."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcompress.record import FINISHED, is_baseline
+
+Record = dict[str, Any]
+
+# Okabe and Ito's palette, told apart with every kind of colour vision; yellow is left out, too pale for a line
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+CONTEXT = "#d9d9d9"  # lines of other families, to compare with
+KEYS = ("method", *(f"parts.{part}" for part in "scorer allocator codec prefill reader schedule preset".split(" ")))
+
+
+@dataclass
+class Series:
+    """Comparable runs of one method that differ in their budget, the largest first."""
+
+    name: str
+    family: str
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def ordered(self) -> bool:
+        """False where a budget comes twice: runs differ in what a record does not say, so no line joins them."""
+        return len({record["budget"] for record in self.records}) == len(self.records)
+
+    def points(self, x: Callable[[Record], Any], y: Callable[[Record], Any]) -> list[tuple[float, float, Record]]:
+        """Points at which both values are known."""
+        found = [(x(record), y(record), record) for record in self.records]
+        return [(float(a), float(b), r) for a, b, r in found if _known(a) and _known(b)]
+
+
+def _known(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def family(record: Record) -> str:
+    """What kind of method a record is of, read off its parts."""
+    if record.get("parts.scorer") in (None, "none") and is_plain(record):
+        return "full cache"
+    if not is_plain(record):
+        return "another form or reading of the cache"
+    if any(when in str(record.get("parts.schedule")) for when in ("every", "newline")):
+        return "evict in decode as well"
+    if str(record.get("parts.allocator")).lower() not in ("uniform", "none"):
+        return "evict at the prompt's end, layers or heads get different shares"
+    return "evict at the prompt's end"
+
+
+def is_plain(record: Record) -> bool:
+    usual = {"codec": "plain", "reader": "all"}
+    return all(record.get(f"parts.{part}") in (None, value) for part, value in usual.items())
+
+
+def series(records: Iterable[Record]) -> list[Series]:
+    """Finished runs that compress, as series with names that differ; the baseline is left out."""
+    found: dict[tuple[Any, ...], Series] = {}
+    for record in records:
+        if record["status"] not in FINISHED or is_baseline(record):
+            continue
+        key = tuple(record.get(name) for name in KEYS)
+        found.setdefault(key, Series(str(record["method"]), family(record))).records.append(record)
+    same = Counter(key[0] for key in found)
+    for key, one in found.items():
+        if same[key[0]] > 1:  # say in what runs of the same method differ
+            others = [other for other in found if other[0] == key[0]]
+            differ = [i for i in range(1, len(KEYS)) if len({other[i] for other in others}) > 1]
+            one.name += " " + " ".join(str(key[i]) for i in differ)
+        one.records.sort(key=lambda record: -float(record.get("kv.ratio") or record["budget"]))
+    return sorted(found.values(), key=lambda one: (one.family, one.name))
+
+
+def unlimited(record: Record) -> bool:
+    """True for a run at which nothing is compressed, so that its divergence is rounding."""
+    return isinstance(record.get("budget"), float) and record["budget"] >= 1.0 and is_plain(record)
+
+
+def rows(lines: Sequence[Series]) -> list[tuple[str, list[Series]]]:
+    """Families with at most as many series as there are colours; larger ones in parts of about equal size."""
+    found: list[tuple[str, list[Series]]] = []
+    for name in dict.fromkeys(one.family for one in lines):
+        members = [one for one in lines if one.family == name]
+        parts = math.ceil(len(members) / len(COLOURS))
+        size = math.ceil(len(members) / parts)
+        for part in range(parts):
+            title = name if parts == 1 else f"{name} ({part + 1} of {parts})"
+            found.append((title, members[part * size : (part + 1) * size]))
+    return found
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Places at least `gap` apart within [low, high], in the order of and near to the wanted ones."""
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
+    places = [0.0] * len(wanted)
+    at = low - gap
+    for i in order:  # push up
+        at = places[i] = max(wanted[i], at + gap)
+    at = high + gap
+    for i in reversed(order):  # and down again from the top
+        at = places[i] = min(places[i], at - gap)
+    return places

@@ -1,0 +1,41 @@
+"""Write the table of methods to docs/methods.md and into README.md.
+
+python scripts/method_table.py            write both
+python scripts/method_table.py --check    exit code 1 if either is not what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args(arguments)
+
+    from kvcompress import describe
+
+    readme, page = ROOT / "README.md", ROOT / "docs" / "methods.md"
+    try:
+        texts = {
+            readme: describe.inserted(readme.read_text(encoding="utf-8"), describe.short_table()),
+            page: describe.page(),
+        }
+    except ValueError as error:
+        print(f"method_table: {error}", file=sys.stderr)
+        return 1
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if not args.check:
+            path.write_text(texts[path], encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {'not current; run scripts/method_table.py' if args.check else 'written'}")
+    return 1 if stale and args.check else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

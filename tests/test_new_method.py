@@ -1,0 +1,93 @@
+"""scripts/new_method.py makes files that work, and docs/new_method.md is true to the letter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "new_method.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("new_method", ROOT / "scripts" / "new_method.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A copy of the tree whose own files are imported, as from a clone of its own."""
+    for name in ("kvcompress", "methods", "tasks", "conf", "scripts", "tests", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("methods", "tasks", "conf"):  # where a wheel has them
+        (tmp_path / "kvcompress" / name).symlink_to(tmp_path / name)
+    return tmp_path
+
+
+def run(command: str, where: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(where),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(command, shell=True, cwd=where, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_it_is_written(clone):
+    """Files are written and commands run in the page's order; all succeed, and the method gets its row and its record."""
+    for language, path, text in BLOCKS:
+        if path:
+            assert (clone / path).exists(), "new_method.py made every file that the page fills in"
+            (clone / path).write_text(text, encoding="utf-8")
+        else:
+            assert language == "bash"
+            for command in text.splitlines():
+                done = run(command, clone)
+                assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert "| `longkeys` |" in (clone / "README.md").read_text() and "longkeys" in done.stdout
+
+
+def test_the_page_fills_in_every_file_that_is_made():
+    assert {path for _, path, _ in BLOCKS if path} == set(script().files("LongKeys"))
+
+
+def test_what_is_made_passes_its_test_and_says_what_is_missing(tmp_path, clone):
+    """As made, the method works; the table of methods refuses it until it is described."""
+    done = run("python scripts/new_method.py Fresh && python -m pytest -q tests/methods/test_fresh.py", clone)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+    table = run("python scripts/method_table.py", clone)
+    assert table.returncode == 1 and "Fresh" in table.stderr and "family, keeps, source, differences" in table.stderr
+
+
+@pytest.mark.parametrize("name", ["longKeys", "Long_Keys", "Long-Keys", "1Keys", "None", "", "../Keys", "Schlüssel"])
+def test_a_name_that_is_no_class_name_is_refused(name, tmp_path, capsys):
+    assert script().main([name, "--root", str(tmp_path)]) == 1
+    assert repr(name) in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "by"), [("SnapKV", "SnapKV"), ("Snapkv", "SnapKV"), ("Scorer", "imports")])
+def test_a_taken_name_is_refused_and_nothing_is_written(name, by, tmp_path, capsys):
+    assert script().main([name, "--root", str(tmp_path)]) == 1
+    assert by in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_is_never_overwritten(tmp_path, capsys):
+    (tmp_path / "conf" / "method").mkdir(parents=True)
+    (tmp_path / "conf" / "method" / "fresh.yaml").write_text("mine")
+    assert script().main(["Fresh", "--root", str(tmp_path)]) == 1
+    assert "conf/method/fresh.yaml is there" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["fresh.yaml"]
