@@ -184,7 +184,8 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
-        if forward.phase == "decode" and layer.steady is not None and layer.steady.holds(layer.held(), layer.target):
+        steadily = forward.phase == "decode" and layer.steady is not None and cache.closed is None
+        if steadily and layer.steady.holds(layer.held(), layer.target):
             with self.clock.running(layer.held().get("positions").device):
                 layer.drop_one(layer.steady.pick(self._score(layer, probabilities, features, forward, cache)[0]))
             return
@@ -412,8 +413,8 @@ class Compressor:
             if bool((layer.counts > wanted).any()):
                 self._trim(layer, wanted, forward, cache)
             assert cache.real is not None
-            limit = self.parts.allocator.limit(wanted, cache.real)
-            layer.target = torch.where(whole[:, None], torch.minimum(wanted, cache.cap[:, None]), limit)
+            wanted = torch.where(whole[:, None], torch.minimum(wanted, cache.cap[:, None]), wanted)
+            layer.target = self.parts.allocator.limit(wanted, cache.real)
 
     def _trim(self, layer: CompressedLayer, wanted: Tensor, forward: Forward, cache: CompressedCache) -> None:
         """Cut a scored layer to its new count: by rank as long as what is protected stays the same, else anew."""
