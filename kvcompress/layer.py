@@ -10,7 +10,8 @@ import torch
 
 from kvcompress.compat import CacheLayerMixin, Rotation
 from kvcompress.layouts import DenseStore, RaggedStore, RankedStore, Store, keep_slots
-from kvcompress.parts import Codec, Pass, State
+from kvcompress.parts import Codec
+from kvcompress.view import Pass, State
 
 Tensor = torch.Tensor
 

@@ -20,7 +20,7 @@ from kvcompress.cache import CompressedCache
 from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
 from kvcompress.layer import BESIDE, CompressedLayer, Forward
 from kvcompress.layouts import DenseStore, Store
-from kvcompress.parts import Pass
+from kvcompress.view import Pass
 
 if TYPE_CHECKING:
     from kvcompress.hooks import Hooks
