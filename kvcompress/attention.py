@@ -1,9 +1,10 @@
 """The one attention function registered with transformers: visibility from positions, observers on the way.
 
 A query at position t sees the slots with `0 <= pos <= t`, within the layer's window where it has one. Soft-capping
-and attention sinks are applied where the model asks for them. Three kernels: transformers' SDPA for a plain prompt,
-SDPA with grouped queries for decode, and a blockwise float32 softmax where probabilities are wanted (attention mass)
-or SDPA cannot do it (soft cap, sinks); its memory grows with L x block, never L x L.
+and attention sinks are applied where the model asks for them. Kernels: transformers' SDPA for a plain prompt, SDPA with grouped queries
+for decode, a batched softmax over lanes for decode of ragged layers (in Triton on a GPU), and a blockwise float32
+softmax where probabilities are wanted (attention mass) or SDPA cannot do it (soft cap, sinks); its memory grows with
+L x block, never L x L.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
+from kvcompress.kernels import triton_decode
 from kvcompress.kernels.blockwise import (
     ALL,
     Features,
     blocks,
-    group_queries,
     sdpa_block,
     softmax_block,
     units,
     visible,
 )
-from kvcompress.layer import BESIDE, CompressedLayer, Forward
+from kvcompress.kernels.lanes import lane_attention
+from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import RaggedStore, Store
 
 Tensor = torch.Tensor
@@ -65,7 +66,7 @@ def kv_attention(
         return _windowed_layer(module, query, key, value, attention_mask, features, kwargs)
     cache = layer.holder()
     assert cache.forward is not None
-    layer.group = query.shape[1] // layer.counts.shape[1]
+    layer.group = query.shape[1] // layer.held().heads
     rotation = cache.rotation(layer.index)
     if rotation is not None:
         query = layer.compact_queries(query, rotation)
@@ -164,13 +165,15 @@ def _decode(
     if not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None
     wants = compressor.wants_probabilities or not features.plain
+    if isinstance(store, RaggedStore) and features.window is None and layer.holder().rotations is None:
+        return _decode_lanes(store, layer, q, forward, features, compressor)
     compressor.kernel("blockwise" if wants else "sdpa")
-    if isinstance(store, RaggedStore) and not wants and features.window is None and layer.holder().rotations is None:
-        return _decode_ragged(store, layer, q, features), None
     keys, values = layer.keys_values()
     allowed = None
-    if not store.full or features.window is not None:
+    if features.window is not None or forward.real is not None:
         allowed = visible(layer.positions(), forward.on("positions", q.device), features.window)
+    elif not store.full:  # nothing that is held lies ahead of the newest token
+        allowed = layer.positions()[:, :, None] >= 0
     if not wants:
         return sdpa_block(q, keys, values, allowed, features.scaling), None
     output, p = softmax_block(q, keys, values, allowed, features)
@@ -180,20 +183,24 @@ def _decode(
     return output, p
 
 
-def _decode_ragged(store: RaggedStore, layer: CompressedLayer, q: Tensor, features: Features) -> Tensor:
+def _decode_lanes(
+    store: RaggedStore, layer: CompressedLayer, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+) -> tuple[Tensor, Tensor | None]:
     """Single queries over segments of different lengths, read where they lie."""
-    batch, heads = store.counts.shape
-    grouped = group_queries(q, heads)
-    channels = {n: c for n, c in store.channels.items() if n not in BESIDE}
-    output = torch.zeros_like(grouped)
-    codec = layer.holder().codec
-    for i, (first, last) in enumerate(store.segments()):
-        if last == first:
-            continue
-        k, v = codec.decode({name: c[first:last][None, None] for name, c in channels.items()})
-        b, h = divmod(i, heads)
-        output[b, h] = F.scaled_dot_product_attention(grouped[None, None, b, h], k, v, scale=features.scaling)[0, 0]
-    return output.view(*q.shape[:3], -1)
+    owners = store.owners()
+    k, v = layer.decoded({name: store.in_lanes(name)[None] for name in layer.coded()})
+    positions = store.in_lanes("positions")
+    if not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q):
+        compressor.kernel("triton")
+        return triton_decode.decode(q, k[0], v[0], positions, store.table(), features), None
+    compressor.kernel("lanes")
+    output, p = lane_attention(q, k[0], v[0], positions < 0, owners, store.heads, features)
+    if not compressor.wants_probabilities:
+        return output, None
+    if compressor.wants_mass:
+        real = None if forward.real is None else forward.on("real", q.device)[owners // store.heads, None]
+        compressor.add_lane_mass(layer, p if real is None else p * real, forward)
+    return output, store.padded(p.transpose(1, 2)).transpose(2, 3)[:, :, :, None]
 
 
 def _read_selected(

@@ -23,7 +23,7 @@ from kvcompress.method import Method
 from kvcompress.session import compress
 
 Tensor = torch.Tensor
-Role = Literal["full", "evicting", "window", "mass"]
+Role = str  # "full", "evicting", "window", "mass"; in EVICTION "perhead@0.5", "uniform@0.5" and methods' names
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,38 @@ CHECKS = (
     Check("mass", "prefill with attention mass, and compression", "mass", (4096,), {4096: 1.35}),
     Check("memory", "its peak memory above the start", "mass", (4096,), {4096: 1.15}),
 )
-MEMORY_PAIRS = 3  # peaks hardly vary, and each costs two prefills
+# Not run unless asked for by name or by what stands before the dash.
+EVICTION = (
+    *(
+        check
+        for budget, target in ((0.5, 0.85), (0.2, 0.70))
+        for check in (
+            Check(
+                f"perhead-{budget}", "decode per token, budgets per head", f"perhead@{budget}", (4096,), {4096: target}
+            ),
+            Check(
+                f"ragged-{budget}",
+                "the same beside a uniform method that holds as many bytes (as plain)",
+                f"perhead@{budget}",
+                (4096,),
+                {4096: 1.15},
+            ),
+            Check(
+                f"floor-{budget}",
+                "plain transformers itself on a prompt of the budget's length",
+                f"perhead@{budget}",
+                (4096,),
+                {},
+            ),
+        )
+    ),
+    *(
+        Check(f"share-{name}", f"compression by {name}, share of plain prefill", name, (4096,), {4096: target}, "share")
+        for target, names in ((0.01, "knorm streamingllm keydiff tova"), (0.035, "snapkv pyramidkv adakv cake"))
+        for name in names.split()
+    ),
+)
+FEW_PAIRS = 3  # where a pair costs prefills and what is measured hardly varies: peaks, and compression by itself
 
 
 @dataclass(frozen=True)
@@ -147,7 +178,10 @@ class Overhead:
             "compression": self._compression,
             "mass": self._prefill,
             "memory": self._memory,
-        }[check.name]
+            "perhead": self._decode,
+            "ragged": self._ragged,
+            "share": self._share,
+        }[check.name.partition("-")[0]]
         method = self.methods[check.role]
         ratios = measure(method, length)
         name = f"{type(method).__name__}(budget={method.budget})"
@@ -186,6 +220,11 @@ class Overhead:
         ids = self._prompt(length)
         return self._pairs(lambda: self._plain_prefill(ids)[1], lambda: self._our_prefill(method, ids)[2])
 
+    def _share(self, method: Method, length: int) -> Ratios:
+        ids = self._prompt(length)
+        pairs = min(self.pairs, FEW_PAIRS)
+        return self._pairs(lambda: self._plain_prefill(ids)[1], lambda: self._our_prefill(method, ids)[2], pairs)
+
     def _memory(self, method: Method, length: int) -> Ratios:
         ids = self._prompt(length)
 
@@ -197,7 +236,7 @@ class Overhead:
         return self._pairs(
             partial(growth, lambda: self._plain_prefill(ids)),
             partial(growth, lambda: self._our_prefill(method, ids)),
-            pairs=min(self.pairs, MEMORY_PAIRS),
+            pairs=min(self.pairs, FEW_PAIRS),
         )
 
     # --- decode ------------------------------------------------------------------------------------------------
@@ -205,17 +244,22 @@ class Overhead:
     def _decode(self, method: Method, length: int) -> Ratios:
         ids = self._prompt(length - self.tokens)
         plain_cache, _ = self._plain_prefill(ids)
-        our_cache, _, _ = self._our_prefill(method, ids)
+        return self._pairs(lambda: self._decode_seconds(copy.deepcopy(plain_cache)), self._decoding(method, ids))
 
-        def plain() -> float:
-            return self._decode_seconds(copy.deepcopy(plain_cache))
+    def _ragged(self, method: Method, length: int) -> Ratios:
+        ids, uniform = self._prompt(length - self.tokens), self.methods[f"uniform@{method.budget}"]
+        return self._pairs(self._decoding(uniform, ids), self._decoding(method, ids))
 
-        def ours() -> float:
-            fork = our_cache.fork()
+    def _decoding(self, method: Method, ids: Tensor) -> Callable[[], float]:
+        """Seconds per decoded token after a prompt compressed by a method, each time from the same state."""
+        cache, _, _ = self._our_prefill(method, ids)
+
+        def run() -> float:
+            fork = cache.fork()
             with compress(self.model, method):
                 return self._decode_seconds(fork)
 
-        return self._pairs(plain, ours)
+        return run
 
     def _floor(self, method: Method, length: int) -> Ratios:
         """Plain on the few tokens that `method` would keep, to plain on all: the weights are read all the same."""
@@ -237,12 +281,16 @@ class Overhead:
 def plan(only: Iterable[str] = (), lengths: Sequence[int] = ()) -> list[tuple[Check, int]]:
     """The checks to run and at which length: `lengths` for all of them, else each one's own.
 
+    Args:
+        only: names, or what stands before the dash of several; all of CHECKS by default.
+
     Raises:
         ValueError: a name that is no check, with those that are.
     """
-    known = {check.name: check for check in CHECKS}
-    chosen = list(only) or list(known)
-    unknown = [name for name in chosen if name not in known]
+    known = {check.name: check for check in (*CHECKS, *EVICTION)}
+    groups = {name: [n for n in known if n == name or n.startswith(f"{name}-")] for name in only}
+    chosen = [n for found in groups.values() for n in found] or [check.name for check in CHECKS]
+    unknown = [name for name, found in groups.items() if not found]
     if unknown:
         raise ValueError(f"no check named {', '.join(unknown)}; valid: {', '.join(known)}")
     return [(known[name], length) for name in chosen for length in (lengths or known[name].lengths)]
@@ -250,7 +298,9 @@ def plan(only: Iterable[str] = (), lengths: Sequence[int] = ()) -> list[tuple[Ch
 
 def measurements(planned: Sequence[tuple[Check, int]], pairs: int) -> int:
     """How many times progress will be called for the plan: three runs a pair, and one warm-up of each side."""
-    return sum(3 * (min(pairs, MEMORY_PAIRS) if check.name == "memory" else pairs) + 2 for check, _ in planned)
+    return sum(
+        3 * (min(pairs, FEW_PAIRS) if check.name.startswith(("memory", "share")) else pairs) + 2 for check, _ in planned
+    )
 
 
 def figure(value: float, check: str) -> str:

@@ -16,16 +16,17 @@ from kvcompress.clock import Clock
 from kvcompress.compat import Rotation
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.layouts import DenseStore
+from kvcompress.layouts import RankedStore
 from kvcompress.method import LayerView, Method, Needs, Scorer
 from kvcompress.observed import LayerObserved, remember_queries
 from kvcompress.passes import PassLayer
 from kvcompress.selection import lowest_slot, ranked, staged, top_slots
+from kvcompress.steady import steady
 
 Tensor = torch.Tensor
 
 KERNELS = ("auto", "blockwise")
-MAX_HOLES = 16  # slots emptied in place, one per decode step, before a layer is compacted
+MAX_HOLES = 32  # slots emptied in place, one per decode step, before a layer is compacted
 
 
 class Compressor:
@@ -39,8 +40,8 @@ class Compressor:
         self.parts = method.parts()
         if self.parts.schedule.unresolved:
             raise ValueError(
-                f"the schedule {self.parts.schedule} speaks of tokens: give it their ids with "
-                "method.for_tokenizer(tokenizer), or as newline_ids and until_ids"
+                f"the schedule {self.parts.schedule} speaks of tokens and needs the model's tokenizer: "
+                "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
             )
         self.n_layers = n_layers
         self.limited = method.limited and self.parts.scorer is not None
@@ -67,6 +68,10 @@ class Compressor:
     def wants_probabilities(self) -> bool:
         """True if a decode step's attention weights are used: then they are computed once, with the output."""
         return self.blockwise or self.needs.mass or (self.needs.window == 1 and self.parts.schedule.in_decode)
+
+    @property
+    def _every_step(self) -> bool:
+        return self.parts.schedule.every == 1 and self.parts.schedule.align == "row"
 
     @property
     def seconds(self) -> float:
@@ -98,6 +103,11 @@ class Compressor:
         """Add a forward's attention mass `[B, H_kv, G, P]` to the slots' sums, which fade with every new query."""
         decay = self.needs.decay
         layer.add_mass(mass, None if decay == 1.0 else (decay ** forward.added.double()).float())
+
+    def add_lane_mass(self, layer: CompressedLayer, mass: Tensor, forward: Forward) -> None:
+        """The same for what is held in lanes, `[lanes, G, slots]`."""
+        decay = self.needs.decay
+        layer.add_lane_mass(mass, None if decay == 1.0 else (decay ** forward.added.double()).float())
 
     @staticmethod
     def _forget_queries(layer: CompressedLayer) -> None:
@@ -175,9 +185,15 @@ class Compressor:
         cache: CompressedCache,
     ) -> None:
         """Score, allocate and apply in one layer that has observed this forward, if the schedule says so."""
+        steadily = forward.phase == "decode" and layer.steady is not None and cache.closed is None
+        if steadily and layer.steady.holds(layer.held(), layer.target):
+            with self.clock.running(layer.held().get("positions").device):
+                layer.drop_one(layer.steady.pick(self._score(layer, probabilities, features, forward, cache)[0]))
+            return
         rows = self._due(layer, cache, forward)
         if rows is None:
             return
+        layer.steady = None
         with self.clock.running(layer.positions().device):
             if forward.phase == "decode" or self.parts.allocator.scope == "layer":
                 self._compress(layer, rows, probabilities, features, forward, cache)
@@ -232,11 +248,6 @@ class Compressor:
         if forward.phase == "decode":
             assert layer.target is not None
             counts = layer.target
-            if self._same_as_last_step(layer, rows):
-                assert layer.guard is not None
-                scores = self._staged(scores, second, positions, counts, layer.guard[1])
-                layer.drop_one(lowest_slot(scores, positions, layer.guard[1]), rows)
-                return
         else:
             total = cache.cap * scores.shape[1] * self.n_layers
             seen = cache.full_layers.index(layer) + 1
@@ -244,16 +255,6 @@ class Compressor:
             counts = self.parts.allocator.allocate(shown, [layer.stat], seen, self.n_layers, total)[0]
             layer.stat = None
         self._apply(layer, scores, second, positions, counts, rows, forward, cache)
-
-    @staticmethod
-    def _same_as_last_step(layer: CompressedLayer, rows: Tensor) -> bool:
-        """True if every row holds one slot per head too many, as when its protection was last worked out."""
-        if layer.guard is None or not isinstance(layer.store, DenseStore):
-            return False
-        target, _, longest = layer.guard
-        if target is None or target is not layer.target or layer.length - longest > MAX_HOLES:
-            return False
-        return bool((layer.counts - target == 1).all()) and bool(rows.all())
 
     def _score(
         self,
@@ -311,12 +312,15 @@ class Compressor:
 
     def _shown(self, scores: Tensor, positions: Tensor, cache: CompressedCache) -> Tensor:
         """Scores with protected and empty slots marked, for an allocator that looks at them."""
-        scorer, kept = self.parts.scorer, self._kept(cache)
-        assert scorer is not None
         if self.parts.allocator.uniform:
             return scores
-        kept = kept[:, None].expand(-1, scores.shape[1])
-        return ranked(scores, positions, budgets.protect(kept, scorer.sinks, scorer.window(kept)))
+        return ranked(scores, positions, self._protected(scores.shape[1], cache))
+
+    def _protected(self, heads: int, cache: CompressedCache) -> budgets.Protection:
+        """Sinks and window `[B, H_kv]` of heads that keep what their row keeps on average."""
+        scorer, kept = self.parts.scorer, self._kept(cache)[:, None].expand(-1, heads)
+        assert scorer is not None
+        return budgets.protect(kept, scorer.sinks, scorer.window(kept))
 
     def _protection(self, counts: Tensor, cache: CompressedCache) -> budgets.Protection:
         """Sinks and window of heads that keep `counts [B, H_kv]`.
@@ -326,8 +330,7 @@ class Compressor:
         """
         scorer = self.parts.scorer
         assert scorer is not None
-        kept = self._kept(cache)[:, None].expand_as(counts)
-        row = budgets.protect(kept, scorer.sinks, scorer.window(kept))
+        row = self._protected(counts.shape[1], cache)
         asked = scorer.window(counts)
         window = torch.where(row.clamped, torch.minimum(asked, row.window), asked)
         head = budgets.protect(counts, row.sinks, window, spare=0)
@@ -340,7 +343,7 @@ class Compressor:
             layer=layer.index,
             n_layers=self.n_layers,
             read=layer.keys_values,
-            positions=positions.expand(-1, layer.counts.shape[1], -1),
+            positions=positions.expand(-1, layer.held().heads, -1),
             real=real,
             kept=kept,
             phase=phase,
@@ -365,12 +368,13 @@ class Compressor:
         protection = self._protection(counts, cache)
         cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
         scores = self._staged(scores, second, positions, counts, protection)
-        decode = forward.phase == "decode"
-        if decode and isinstance(layer.store, DenseStore) and layer.length - int(counts.max()) <= MAX_HOLES:
-            if bool((held - counts == rows[:, None].long()).all()):
-                layer.guard = (layer.target, protection, int(counts.max()))
-                layer.drop_one(lowest_slot(scores, positions, protection), rows)
-                return
+        decode, drop = forward.phase == "decode", held - counts
+        if decode and layer.held().holes < MAX_HOLES and int(drop.max()) == 1:
+            layer.drop_one(lowest_slot(scores, positions, protection), drop > 0)
+            if bool((drop == 1).all()) and second is None and self._every_step:
+                assert layer.target is not None
+                layer.steady = steady(layer.held(), layer.target, protection, MAX_HOLES)
+            return
         layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
         if not decode:
             assert layer.target is not None
@@ -388,28 +392,56 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
-        scores, second, _ = self._score(layer, probabilities, features, forward, cache)
+        scores, second, positions = self._score(layer, probabilities, features, forward, cache)
         layer.held().put("score", torch.stack([scores] if second is None else [scores, second], dim=-1))
+        layer.shown = self._shown(scores, positions, cache)
         if self.parts.allocator.scope == "cascade":
             self._allocate_scored(cache, forward)
 
     def _allocate_scored(self, cache: CompressedCache, forward: Forward) -> None:
         """Share the budget among the layers scored so far and trim each to its new count."""
-        scored = [layer for layer in cache.full_layers if layer.store is not None and "score" in layer.store.channels]
+        scored = [layer for layer in cache.full_layers if layer.shown is not None]
         if not scored or cache.cap is None:
             return
-        scores = [layer.held().get("score") for layer in scored]
-        total = cache.cap * scores[0].shape[1] * self.n_layers
-        shown = [self._shown(s[..., 0], layer.positions(), cache) for layer, s in zip(scored, scores, strict=True)]
+        shown = [x.store.shown if isinstance(x.store, RankedStore) else x.shown for x in scored if x.shown is not None]
+        total = cache.cap * scored[0].held().heads * self.n_layers
         stats = [layer.stat for layer in scored]
-        counts = self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)
-        for layer, layer_scores, wanted in zip(scored, scores, counts, strict=True):
-            everyone = torch.ones(len(wanted), dtype=torch.bool)
-            if bool((layer.counts > wanted.cpu()).any()):
-                first, second = layer_scores[..., 0], layer_scores[..., 1] if layer_scores.shape[-1] > 1 else None
-                self._apply(layer, first, second, layer.positions(), wanted, everyone, forward, cache)
+        counts = [c.cpu() for c in self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)]
+        # an allocator that leaves a prompt whole beyond the budget has decode go on at the cap
+        whole = torch.stack([c.sum(1) for c in counts]).sum(0) > total
+        whole &= torch.stack([(c >= layer.counts).all(1) for c, layer in zip(counts, scored, strict=True)]).all(0)
+        for layer, wanted in zip(scored, counts, strict=True):
+            if bool((layer.counts > wanted).any()):
+                self._trim(layer, wanted, forward, cache)
             assert cache.real is not None
-            layer.target = self.parts.allocator.limit(wanted.cpu(), cache.real)
+            wanted = torch.where(whole[:, None], torch.minimum(wanted, cache.cap[:, None]), wanted)
+            layer.target = self.parts.allocator.limit(wanted, cache.real)
+
+    def _trim(self, layer: CompressedLayer, wanted: Tensor, forward: Forward, cache: CompressedCache) -> None:
+        """Cut a scored layer to its new count: by rank as long as what is protected stays the same, else anew."""
+        held = layer.counts
+        counts, protected = torch.minimum(wanted, held), self._protected(layer.held().heads, cache)
+        protection = self._protection(counts, cache)
+        one_stage = isinstance(layer.store, RankedStore) or self._held_scores(layer)[1] is None
+        if (
+            one_stage
+            and torch.equal(protection.sinks, protected.sinks)
+            and torch.equal(protection.window, protected.window)
+        ):
+            cache.clamped |= bool((protection.clamped & (counts < held)).any())
+            layer.cut(counts)
+            return
+        layer.finish()
+        scores, second = self._held_scores(layer)
+        everyone = torch.ones(len(wanted), dtype=torch.bool)
+        self._apply(layer, scores, second, layer.positions(), wanted, everyone, forward, cache)
+        layer.shown = self._shown(self._held_scores(layer)[0], layer.positions(), cache)
+
+    @staticmethod
+    def _held_scores(layer: CompressedLayer) -> tuple[Tensor, Tensor | None]:
+        """Scores of both stages that travel with a layer's slots."""
+        scores = layer.held().get("score")
+        return scores[..., 0], scores[..., 1] if scores.shape[-1] > 1 else None
 
     @torch.no_grad()
     def end_of_forward(self, cache: CompressedCache) -> None:
@@ -426,6 +458,7 @@ class Compressor:
             if self.parts.allocator.scope == "all":
                 self._allocate_scored(cache, forward)
             for layer in cache.full_layers:
-                layer.stat = None
+                layer.stat = layer.shown = None
                 if layer.store is not None:
+                    layer.finish()
                     layer.store.drop_channel("score")

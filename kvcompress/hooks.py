@@ -35,6 +35,9 @@ class Hooks:
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
         method = method.bind(model)
+        self.tokenizer = passes.tokenizer_of(model) if tokenizer is None else tokenizer
+        if self.tokenizer is not None:
+            method = method.for_tokenizer(self.tokenizer)
         self.model, self.method = model, method
         types = compat.layer_types(model)
         self.full_layers = [i for i, kind in enumerate(types) if kind == "full_attention"]
@@ -43,7 +46,6 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
-        self.tokenizer = passes.tokenizer_of(model) if tokenizer is None else tokenizer
         if self.compressor.needs.extra_passes and self.tokenizer is None:
             raise ValueError(
                 f"{type(method).__name__} writes prompts of its own and needs the model's tokenizer: "

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from kvcompress.compat import CacheLayerMixin, Rotation
-from kvcompress.layouts import DenseStore, RaggedStore, Store, keep_slots
-from kvcompress.parts import Codec, Pass, State
+from kvcompress.layouts import DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
+from kvcompress.parts import Codec
+from kvcompress.view import Pass, State
 
 Tensor = torch.Tensor
 
@@ -97,7 +98,8 @@ class CompressedLayer(CacheLayerMixin):
         self.seen = 0
         self.state: State = {}
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
-        self.guard: tuple[Tensor | None, Any, int] | None = None  # protection worked out for a target, of use next step
+        self.steady: Any = None  # `steady.Steady`, while decode drops one token per head and step
+        self.shown: Tensor | None = None  # scores as the allocator sees them, while a prompt runs
         self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
         self.evicted = 0
         self.group = 1  # query heads per KV head
@@ -157,6 +159,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.store, self.seen, self.state, self.target, self.is_initialized = None, 0, {}, None, False
+        self.steady = self.shown = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_rows(beam_idx)
@@ -177,6 +180,7 @@ class CompressedLayer(CacheLayerMixin):
             return
         self.store.select_rows(index)
         self.state = {k: v.index_select(0, index.to(v.device)) for k, v in self.state.items()}
+        self.steady = None
         self.target = None if self.target is None else self.target.index_select(0, index.cpu())
 
     # ------------------------------------------------------------------ what is held
@@ -206,12 +210,18 @@ class CompressedLayer(CacheLayerMixin):
         """Keys and values `[B, H_kv, P, D]` as attention sees them: decoded, rotated; garbage in empty slots."""
         if self.fresh is not None:
             return self.fresh
-        cache = self.holder()
-        store = self.held()
-        names = [n for n in store.channels if n not in BESIDE]
-        keys, values = cache.codec.decode({name: store.get(name) for name in names})
+        cache, store = self.holder(), self.held()
+        keys, values = cache.codec.decode({name: store.get(name) for name in self.coded()})
         rotation = cache.rotation(self.index)
         return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
+
+    def coded(self) -> list[str]:
+        """Names of the channels that the codec made."""
+        return [name for name in self.held().channels if name not in BESIDE]
+
+    def decoded(self, channels: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values from channels `[..., slots, ...]` of the codec."""
+        return self.holder().codec.decode(channels)
 
     def ranks(self) -> Tensor:
         """Index of each held token among those held, `[B, H_kv or 1, P]`: its position when positions are compact."""
@@ -236,6 +246,40 @@ class CompressedLayer(CacheLayerMixin):
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
 
+    def cut(self, counts: Tensor) -> None:
+        """While a prompt runs: hold the best `counts [B, H_kv]` by what the allocator was shown."""
+        self.fresh, store = None, self.held()
+        self.evicted += int((store.counts - counts).sum())
+        if isinstance(store, RankedStore):
+            store.cut(counts)
+        else:
+            assert self.shown is not None
+            channels = {name: store.get(name) for name in store.channels}
+            self.store = RankedStore(channels, self.shown, counts)  # type: ignore[assignment]  # until finish()
+
+    def finish(self) -> None:
+        """Put what `cut` left into positional order."""
+        if isinstance(self.store, RankedStore):
+            ordered = self.store.finish()
+            self.store = ordered if ordered.full else keep_slots(ordered, ordered.get("positions") >= 0)
+
+    def drop_one(self, slots: Tensor, drop: Tensor | None = None) -> None:
+        """Empty one slot `[B, H_kv, 1]` of the heads in `drop` (bool `[B, H_kv]`, CPU; None for all) in place."""
+        self.held().mark_empty(slots, drop)
+        self.evicted += slots.numel() if drop is None else int(drop.sum())
+
+    def add_lane_mass(self, mass: Tensor, fade: Tensor | None) -> None:
+        """The same for what is held in lanes, from `[lanes, G, slots]`."""
+        store = self.held()
+        assert isinstance(store, RaggedStore)
+        if "mass" not in store.channels:
+            store.put("mass", store.padded(mass.transpose(1, 2)))
+            return
+        before = store.in_lanes("mass")
+        if fade is not None:
+            before.mul_(fade.to(mass.device)[store.owners() // store.heads, None, None])
+        before.add_(mass.transpose(1, 2))
+
     def add_mass(self, mass: Tensor, fade: Tensor | None) -> None:
         """Add attention mass `[B, H_kv, G, P]` to the slots' sums, held as `[B, H_kv, P, G]` float32.
 
@@ -253,13 +297,6 @@ class CompressedLayer(CacheLayerMixin):
             before.add_(mass)
         else:
             store.put("mass", before + mass)
-
-    def drop_one(self, slots: Tensor, rows: Tensor) -> None:
-        """Empty one slot per head `[B, H_kv, 1]` of the given rows (bool `[B]`, CPU) in place, leaving a hole."""
-        store = self.held()
-        assert isinstance(store, DenseStore)
-        store.mark_empty(slots, rows)
-        self.evicted += int(rows.sum()) * slots.shape[1]
 
     def fork(self, cache: Holder) -> CompressedLayer:
         copy = CompressedLayer(cache, self.index)
@@ -295,7 +332,7 @@ class CompressedLayer(CacheLayerMixin):
     def gather(self, others: Sequence[CompressedLayer]) -> None:
         """Hold copies of what the same layer of other caches holds, their rows one after the other."""
         first = others[0]
-        self.store = RaggedStore.of([other.held() for other in others], leave_out=BESIDE[1:])
+        self.store = joined([other.held() for other in others], leave_out=BESIDE[1:])
         self.seen, self.is_initialized, self.group = max(o.seen for o in others), True, first.group
         self.device, self.dtype, self.full_width = first.device, first.dtype, first.full_width
 
@@ -332,6 +369,8 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
         kind = "positions" if name == "positions" else "keys_values"
         found[kind] += slots * width * value.element_size()
     found["scores"] += sum(storage_bytes(t) for t in layer.state.values())
+    if layer.steady is not None:
+        found["index"] += storage_bytes(layer.steady.blocked)
     if real is not None:
         found["full"] = int(real.sum()) * layer.full_width
     return found

@@ -9,7 +9,7 @@ import torch
 from kvcompress.compat import Rotation
 from kvcompress.kernels.blockwise import Features, blocks, logits_block, softmax_block, visible
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.parts import LayerView, Observed
+from kvcompress.view import LayerView, Observed
 
 Tensor = torch.Tensor
 

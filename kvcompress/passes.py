@@ -19,8 +19,8 @@ from kvcompress import compat
 from kvcompress.cache import CompressedCache
 from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
 from kvcompress.layer import BESIDE, CompressedLayer, Forward
-from kvcompress.layouts import DenseStore, RaggedStore, Store
-from kvcompress.parts import Pass
+from kvcompress.layouts import DenseStore, Store
+from kvcompress.view import Pass
 
 if TYPE_CHECKING:
     from kvcompress.hooks import Hooks
@@ -77,8 +77,7 @@ def one_row(store: Store, row: int) -> Store:
     channels = {name: store.channels[name] for name in store.channels if name == "positions" or name not in BESIDE}
     if isinstance(store, DenseStore):
         return DenseStore({name: store.get(name)[row : row + 1] for name in channels}, store.counts[row : row + 1])
-    chosen = RaggedStore(channels, store.counts)
-    chosen.capacities = store.capacities
+    chosen = store.sharing(channels)
     chosen.select_rows(torch.tensor([row]))
     return chosen
 

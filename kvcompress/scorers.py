@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvcompress.parts import LayerView, Needs, Observed, Pass, Scorer, State, Tensor
+from kvcompress.parts import Scorer
+from kvcompress.view import LayerView, Needs, Observed, Pass, State, Tensor
 
 
 @dataclass(frozen=True)

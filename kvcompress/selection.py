@@ -18,6 +18,12 @@ def _guarded(positions: Tensor, protection: Protection) -> tuple[Tensor, Tensor]
     return held, held & ((rank < sinks) | (rank >= number - window))
 
 
+def candidates(positions: Tensor, protection: Protection) -> Tensor:
+    """Bool `[B, H, P]`: slots that may be dropped, neither empty nor protected."""
+    held, guarded = _guarded(positions, protection)
+    return held & ~guarded
+
+
 def ranked(scores: Tensor, positions: Tensor, protection: Protection) -> Tensor:
     """Scores as an allocator sees them: +inf where a slot is protected, -inf where it is empty, finite elsewhere."""
     held, guarded = _guarded(positions, protection)

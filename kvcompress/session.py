@@ -318,7 +318,8 @@ def compress(
     Args:
         kernel: "auto" takes SDPA wherever no probabilities are wanted; "blockwise" takes the kernel that also yields
             attention mass everywhere, so that methods that need it and others can be compared on one kernel.
-        tokenizer: for methods that write prompts of their own (KVzip); by default the one `load` gave with the model.
+        tokenizer: for methods that write prompts of their own (KVzip) and schedules that speak of tokens; by default the
+            one `load` gave with the model.
         shared: a full prefill made before (`prefill_once`): a prompt of the same ids starts from it.
 
     Example:

@@ -18,8 +18,18 @@ def spread(attention: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance over the window's queries, `[B, H_kv, G, P]`; 0 variance of a single query."""
     number = valid.sum(1).clamp(min=1)[:, None, None, None]
     mean = attention.sum(3) / number
-    apart = (attention - mean[:, :, :, None]).square() * valid[:, None, None, :, None]
+    apart = (attention - mean[:, :, :, None]).square_()
+    if not bool(valid.all()):
+        apart *= valid[:, None, None, :, None]
     return mean, apart.sum(3) / (number - 1).clamp(min=1)
+
+
+def window_spread(observed: Observed, size: int) -> tuple[Tensor, Tensor]:
+    """`spread` of a layer's window, worked out once where scorer and allocator both ask."""
+    known = vars(observed).setdefault("window_spread", {})
+    if size not in known:
+        known[size] = spread(*observed.window(size))
+    return known[size]
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class IndicatorScorer(WindowScorer):
     def votes(self, view: LayerView, observed: Observed) -> Tensor:
         if view.phase == "decode" and self.last_query:
             return observed.window(1)[0].squeeze(3)
-        mean, variance = spread(*observed.window(self.size))
+        mean, variance = window_spread(observed, self.size)
         return mean + self.gamma * variance
 
 
@@ -53,6 +63,7 @@ class Preference(Allocator):
         window: queries that observe.
         repair: "exact" rounds so that budgets add up and never grow from layer to layer (which could not bring evicted
             tokens back); "published" repairs them as the released code does, which loses up to 2% of the total.
+        gate: leave a row whole that holds at most its cap plus the window, as the released code does.
     """
 
     scope: ClassVar = "cascade"
@@ -62,6 +73,7 @@ class Preference(Allocator):
     tau2: float = 1.0
     window: int = 32
     repair: str = "exact"
+    gate: bool = False
 
     def __post_init__(self) -> None:
         if not (self.tau1 > 0 and self.tau2 > 0):
@@ -77,13 +89,13 @@ class Preference(Allocator):
 
     def stat(self, view: LayerView, observed: Observed) -> Tensor:
         """The layer's preference, float64 `[B]` on the CPU."""
-        attention, valid = observed.window(self.window)
+        attention, _ = observed.window(self.window)
         held = view.positions >= 0
         window = protect(view.kept, 0, self.window).window.to(held.device)[:, None, None]
         prefix = held & (held.cumsum(-1) <= held.sum(-1, keepdim=True) - window)
-        attention = attention.masked_fill(~prefix[:, :, None, None], 0.0)
-        entropy = -(attention * (attention + 1e-10).log()).sum((1, 2, 3, 4))
-        variance = spread(attention, valid)[1].sum((1, 2, 3))
+        # summed over queries first: the window's columns are then cheap to leave out
+        entropy = -(attention + 1e-10).log_().mul_(attention).sum((2, 3)).masked_fill_(~prefix, 0.0).sum((1, 2))
+        variance = window_spread(observed, self.window)[1].sum(2).masked_fill_(~prefix, 0.0).sum((1, 2))
         h, v = entropy.double().clamp(min=1e-30), variance.double().clamp(min=1e-30)
         return (h.log() / self.tau1 + v.log() / self.tau2).exp().cpu()
 
@@ -94,6 +106,10 @@ class Preference(Allocator):
         for row, cap in enumerate((total // (n_layers * heads)).tolist()):
             held = [int(h[row].max()) for h, _ in occupied]
             guarded = [int(p[row].max()) for _, p in occupied]
+            if self.gate and max(held) <= cap + self.window:
+                for layer, n in enumerate(held):
+                    counts[layer][row] = n
+                continue
             # layers to come protect what this one does
             free = cap * n_layers - sum(guarded) - guarded[-1] * (n_layers - layers_seen)
             row_counts = self.numbers([float(s[row]) for s in stats], held, guarded, max(free, 0))
@@ -141,13 +157,14 @@ class CAKE(SnapKV):
     """Evict by mean and variance of the window's attention, layer by layer, within budgets that layers compete for.
 
     At prompt end in a cascade (paper section 4), then in decode one token per head and step, by the last query's
-    attention; under a schedule that drops many tokens at once, by the last window's, as at prompt end. The released
-    code leaves prompts of up to budget plus window whole; here the budget holds.
+    attention; under a schedule that drops many tokens at once, by the last window's, as at prompt end.
 
     Attributes:
         gamma: weight of the variance in a token's score.
         tau1, tau2: temperatures of entropy and variance in a layer's preference.
         repair: of budgets that are not whole: "exact", or "published" as in the released code.
+        gate: leave a prompt of up to budget plus window whole and come down to the budget in decode, as the released
+            code does; else the budget holds.
         decode: evict after every decoded token.
         window, kernel, pooling, group_reduce, reduce_first: as in SnapKV; 32, 5 and "avg" in paper and code.
     """
@@ -158,18 +175,21 @@ class CAKE(SnapKV):
     differences = (
         "budgets add up and never grow from layer to layer unless repair=published; variances in float32 (half "
         "precision loses most of them); rows of a batch are independent; prompts just above the budget are cut "
-        "too"
+        "too unless gate=true"
     )
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": True, "repair": "exact"},
-        "code": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": False, "repair": "published"},
+        "paper": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": True}
+        | {"repair": "exact", "gate": False},
+        "code": {"window": 32, "kernel": 5, "pooling": "avg", "reduce_first": False}
+        | {"repair": "published", "gate": True},
     }
 
     gamma: float = 200.0
     tau1: float = 1.0
     tau2: float = 1.0
     repair: str | None = None
+    gate: bool | None = None
     decode: bool = True
 
     def check(self) -> None:
@@ -196,7 +216,7 @@ class CAKE(SnapKV):
 
     def make_allocator(self) -> Allocator:
         assert self.window is not None and self.repair is not None
-        return Preference(self.tau1, self.tau2, self.window, self.repair)
+        return Preference(self.tau1, self.tau2, self.window, self.repair, bool(self.gate))
 
     def make_schedule(self) -> Schedule:
         return Schedule(every=1 if self.decode else None)

@@ -108,11 +108,11 @@ class RKV(Method):
     """
 
     family = "attention"
-    keeps = "what the last queries attend to and later keys do not repeat, and these queries"
+    keeps = "what the last 8 queries attend to and no newer token repeats, and these"
     source = "arXiv 2505.24133; Zefan-Cai/R-KV"
     differences = (
-        "float32; every row of a batch on its own count; near-duplicates are looked for in blocks, so that no matrix of "
-        "all pairs is held"
+        "works for batches, each row on its own count; kept tokens stay in order of position; of two exact copies the "
+        "later one stays (preset `code`: as released); similarity in blocks and scores in float32"
     )
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {

@@ -2,6 +2,8 @@
 
 python scripts/bench.py overhead                              what the hook layer costs beside plain transformers
 python scripts/bench.py overhead --only prefill --pairs 21    one check, more pairs
+python scripts/bench.py overhead --only perhead,ragged,floor  decode on ragged layers: beside plain, uniform heads, and the floor
+python scripts/bench.py overhead --only share                 compression of each method, as a share of the prefill
 python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
 python scripts/bench.py sweep                                 what sharing prefills and decoding together saves
 python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks beside the same at once
@@ -44,7 +46,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     overhead.add_argument("--device", default="cpu", help="cpu, cuda, mps or auto")
     overhead.add_argument("--pairs", type=int, default=11, help="pairs per check; A/A runs beside them")
     overhead.add_argument("--lengths", default="", help="tokens, comma-separated; default: each check's own")
-    overhead.add_argument("--only", default="", help="prefill,decode,evicted,floor,compression,mass,memory")
+    overhead.add_argument(
+        "--only", default="", help="prefill,decode,evicted,floor,compression,mass,memory; also perhead,ragged,share"
+    )
     overhead.add_argument("--tokens", type=int, default=32, help="decoded tokens per measurement")
     overhead.add_argument("--budget", type=float, default=0.1, help="of the check `evicted`")
     overhead.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
@@ -89,7 +93,7 @@ def overhead(args: argparse.Namespace) -> int:
     )
 
     from kvcompress import bench, load, measure
-    from kvcompress.methods import H2O, Full, SnapKV
+    from kvcompress.methods import H2O, METHODS, AdaKV, Full, SnapKV
 
     planned = bench.plan(filter(None, args.only.split(",")), [int(n) for n in args.lengths.split(",") if n])
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
@@ -98,6 +102,9 @@ def overhead(args: argparse.Namespace) -> int:
         "evicting": SnapKV(budget=args.budget),
         "window": SnapKV(budget=0.25),
         "mass": H2O(budget=0.25),
+        **{f"perhead@{budget}": AdaKV(budget=budget) for budget in (0.5, 0.2)},
+        **{f"uniform@{budget}": SnapKV(budget=budget) for budget in (0.5, 0.2)},
+        **{name.lower(): cls(budget=0.25) for name, cls in METHODS.items() if cls.budget_kind == "held_tokens"},
     }
     console = Console()
     columns = (

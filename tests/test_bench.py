@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcompress.bench import CHECKS, Overhead, Row, measurements, plan
+from kvcompress.bench import CHECKS, EVICTION, Overhead, Row, measurements, plan
 from kvcompress.measure import Ratios
-from kvcompress.methods import H2O, Full, SnapKV
+from kvcompress.methods import H2O, AdaKV, Full, SnapKV
+from kvcompress.methods import METHODS as BY_NAME
 from kvcompress.models import random_model
 
 METHODS = {"full": Full(), "evicting": SnapKV(budget=0.5), "window": SnapKV(budget=0.5), "mass": H2O(budget=0.5)}
+METHODS |= {f"perhead@{b}": AdaKV(budget=b, window=8) for b in (0.5, 0.2)}
+METHODS |= {f"uniform@{b}": SnapKV(budget=b, window=8) for b in (0.5, 0.2)}
+METHODS |= {name.lower(): cls(budget=0.5) for name, cls in BY_NAME.items() if cls.budget_kind == "held_tokens"}
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def model():
     return random_model("llama", layers=2)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+@pytest.mark.parametrize("check", [*CHECKS, *EVICTION], ids=lambda check: check.name)
 def test_every_check_measures_and_leaves_the_model_as_it_was(model, check):
     calls = []
     before = model.config._attn_implementation
@@ -85,6 +89,7 @@ def test_the_plan_takes_each_checks_lengths_unless_told():
     assert [(c.name, n) for c, n in plan(["decode"])] == [("decode", 4096), ("decode", 8192)]
     assert [(c.name, n) for c, n in plan(["mass", "prefill"], [64])] == [("mass", 64), ("prefill", 64)]
     assert [c.targets.get(n) for c, n in plan(["decode", "prefill"])] == [0.90, 0.86, 1.02]
+    assert [c.name for c, _ in plan(["ragged", "share-cake"])] == ["ragged-0.5", "ragged-0.2", "share-cake"]
     with pytest.raises(ValueError, match="valid: prefill, decode"):
         plan(["prefil"])
 

@@ -241,7 +241,7 @@ def test_slots_emptied_in_place_change_nothing(name, monkeypatch):
     """Evicting one token per step in decode keeps the same whether holes are left for a while or closed at once."""
     ids, mask = left_padded([22, 15])
     held = []
-    for holes in (16, 0):
+    for holes in (16, 3, 0):
         monkeypatch.setattr(compression, "MAX_HOLES", holes)
         with compress(MODEL, make(name, 0.4, schedule=Schedule(every=1))) as session:
             session.prefill(ids, attention_mask=mask)
@@ -249,7 +249,7 @@ def test_slots_emptied_in_place_change_nothing(name, monkeypatch):
             session.prefill(random_ids(2, 7, 4), cache=session.cache)
             session.generate(5)
             held.append((session.cache.kept_tokens().tolist(), all_held(session)))
-    assert held[0] == held[1]
+    assert held[0] == held[1] == held[2]
 
 
 @pytest.mark.parametrize("name", EVICTING)

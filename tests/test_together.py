@@ -36,6 +36,7 @@ def talk(session, ids):
         answer = session.generate(7, stop=STOP if len(seen) else ())
         report = session.report()
         report.pop("time")
+        report.pop("kernel")  # that of a batch
         positions = [session.cache.positions(layer).tolist() for layer in session.full_layers]
         seen.append([answer.tokens, answer.finished, report, positions, session.cache.logits.detach()])
         action()

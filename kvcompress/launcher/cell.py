@@ -136,7 +136,6 @@ class Cell:
         check(config)
         self.config = config
         self.method, self.task = build_method(config), build_task(config)
-        self.fitted = self.method  # to the tokenizer, once that is loaded
         self.identity = identity(config, self.method, self.task)
         self.run_id = record.digest(self.identity)
         self.folder = record.RunFolder(Path(config.paths.results), config.sweep.name, self.run_id)

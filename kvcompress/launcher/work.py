@@ -110,7 +110,6 @@ class Worker:
         for cell in open_cells(group):
             cell.total = len(samples)
             try:
-                cell.fitted = cell.method.for_tokenizer(tokenizer)
                 check_lengths(samples, model, cell.method)
             except ValueError as fault:
                 self._fail(cell, fault)
@@ -167,7 +166,7 @@ class Worker:
         if len(cells) < 2:
             return
         for turn in turns(cells, shared, self.how.memory):
-            jobs = [(cell.fitted, partial(cell.task.run, sample=sample)) for cell in turn]
+            jobs = [(cell.method, partial(cell.task.run, sample=sample)) for cell in turn]
             with without_peaks():
                 results, share = decode_together(loaded.model, jobs, shared, str(turn[0].config.kernel))
             for cell, result in zip(turn, results, strict=True):
@@ -245,7 +244,7 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
 def joins(cell: Cell, shared: SharedPrefill) -> bool:
     """True if this cell's decode steps can be rows of a batch: its task asks the session alone, its cache is ours."""
     ours = all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers)
-    return ours and type(cell.task).run is Task.run and cannot_join(cell.fitted) is None
+    return ours and type(cell.task).run is Task.run and cannot_join(cell.method) is None
 
 
 def turns(cells: Sequence[Cell], shared: SharedPrefill, memory: int | None) -> list[list[Cell]]:
@@ -277,7 +276,7 @@ def checked(
     """The result of decoding together, if decoding alone gives the same; else the fault."""
     try:
         with (
-            Watched(loaded.model, cell.fitted, str(cell.config.kernel), loaded.tokenizer, shared) as session,
+            Watched(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session,
             without_peaks(),
         ):
             alone = cell.task.run(session, sample)
@@ -290,7 +289,7 @@ def checked(
 def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
     """What the task says of one sample, run in a session of its own: nothing leaks from sample to sample."""
     peaks = nullcontext() if shared is None else without_peaks()
-    with compress(loaded.model, cell.fitted, str(cell.config.kernel), loaded.tokenizer, shared) as session, peaks:
+    with compress(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session, peaks:
         return cell.task.run(session, sample)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcompress.layouts.dense import DenseStore, gather_slots
 from kvcompress.layouts.ragged import RaggedStore
+from kvcompress.layouts.ranked import RankedStore
 
 Store = DenseStore | RaggedStore
 
@@ -13,7 +16,18 @@ Store = DenseStore | RaggedStore
 # under 1.25 times what is valid.
 DENSE_WASTE = 1.1
 
-__all__ = ["DenseStore", "RaggedStore", "Store", "keep_slots"]
+__all__ = ["DenseStore", "RaggedStore", "RankedStore", "Store", "joined", "keep_slots"]
+
+
+def joined(stores: Sequence[Store], leave_out: Sequence[str] = ()) -> RaggedStore:
+    """Copies of all that several stores hold, their rows one after the other."""
+    packed = []
+    for store in stores:
+        mask = store.get("positions") >= 0
+        packed.append(store.packed(mask.expand(-1, store.heads, -1)))
+    names = [name for name in packed[0] if name not in leave_out]
+    channels = {name: torch.cat([held[name] for held in packed]) for name in names}
+    return RaggedStore(channels, torch.cat([store.counts for store in stores]))
 
 
 def keep_slots(store: Store, mask: torch.Tensor, grow: bool = False) -> Store:
@@ -29,13 +43,14 @@ def keep_slots(store: Store, mask: torch.Tensor, grow: bool = False) -> Store:
     longest = int(counts.max())
     if counts.numel() * longest <= DENSE_WASTE * int(counts.sum()):
         return _to_dense(store, mask, counts, longest, grow)
-    device = mask.device
+    if isinstance(store, RaggedStore):
+        return RaggedStore(store.packed(mask), counts)
     flat_index = mask.flatten().nonzero().squeeze(1)
     channels = {}
     for name in store.channels:
         value = store.get(name)
         value = value.expand(*mask.shape, *value.shape[3:])
-        channels[name] = value.reshape(-1, *value.shape[3:]).index_select(0, flat_index.to(device))
+        channels[name] = value.reshape(-1, *value.shape[3:]).index_select(0, flat_index)
     return RaggedStore(channels, counts)
 
 

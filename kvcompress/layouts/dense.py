@@ -38,9 +38,10 @@ class DenseStore:
             counts: LongTensor `[B, H]` on the CPU, non-empty slots.
             grow: give the buffer headroom at once, where more tokens are sure to come.
         """
+        self._sum: Tensor | None
         self.length = channels["positions"].shape[2]
         self.channels = channels
-        self._counts, self._appended = counts, 0
+        self._recount(counts)
         self._full: bool | None = None
         if grow:
             self._reallocate(self.length + headroom(self.length))
@@ -57,9 +58,21 @@ class DenseStore:
     @property
     def counts(self) -> Tensor:
         """Non-empty slots, LongTensor `[B, H]` on the CPU."""
-        if self._appended:  # whole columns are only counted up: one addition per look, not per token
-            self._counts, self._appended = self._counts + self._appended, 0
-        return self._counts
+        if self._sum is None:  # whole columns are only counted up: one addition per look, not per token
+            self._sum = self._counts + self._appended
+        return self._sum
+
+    def _recount(self, counts: Tensor) -> None:
+        self._counts, self._appended, self._sum = counts, 0, counts
+
+    @property
+    def heads(self) -> int:
+        return self._counts.shape[1]
+
+    @property
+    def holes(self) -> int:
+        """Empty slots of the fullest row and head."""
+        return self.length - int(self.counts.max())
 
     @property
     def full(self) -> bool:
@@ -98,12 +111,13 @@ class DenseStore:
                     buffer = self.channels[name] = buffer.expand(-1, new[name].shape[1], *buffer.shape[2:]).clone()
                 buffer[:, :, self.length : self.length + n] = new[name]
             else:
-                buffer[:, :, self.length : self.length + n] = 0
+                buffer[:, :, self.length : self.length + n].zero_()
         self.length += n
         if real is None:
-            self._appended += n
+            self._appended, self._sum = self._appended + n, None
         else:
-            self._counts, self._full = self.counts + added[:, None], None
+            self._recount(self.counts + added[:, None])
+            self._full = None
 
     def _reallocate(self, capacity: int) -> None:
         for name, old in self.channels.items():
@@ -111,41 +125,54 @@ class DenseStore:
             buffer[:, :, : self.length] = old[:, :, : self.length]
             self.channels[name] = buffer
 
-    def mark_empty(self, slots: Tensor, rows: Tensor) -> None:
-        """Empty one slot per row and head without moving the others. `slots` `[B, H, 1]`; `rows` bool `[B]`, CPU."""
+    def mark_empty(self, slots: Tensor, drop: Tensor | None = None) -> None:
+        """Empty one slot per row and head without moving the others.
+
+        Args:
+            slots: LongTensor `[B, H, 1]`.
+            drop: bool `[B, H]` on the CPU, the heads to do it in; None for all.
+        """
         positions = self.channels["positions"]
         if positions.shape[1] != slots.shape[1]:
             positions = self.channels["positions"] = positions.expand(-1, slots.shape[1], -1).clone()
-        if bool(rows.all()):
+        if drop is None or bool(drop.all()):
             positions.scatter_(2, slots, -1)
+            self._appended -= 1
+            self._sum = self._counts if self._appended == 0 else None
         else:
             keep = positions.gather(2, slots)
-            positions.scatter_(2, slots, torch.where(rows.to(slots.device)[:, None, None], -1, keep))
-        self._counts, self._full = self.counts - rows[:, None].long(), None
+            positions.scatter_(2, slots, torch.where(drop.to(slots.device)[:, :, None], -1, keep))
+            self._recount(self.counts - drop.long())
+        self._full = False
+
+    def settle(self) -> Tensor:
+        """Take the present counts as those to start from, and return them."""
+        self._recount(self.counts)
+        return self._counts
+
+    def grown_by_one(self, counts: Tensor) -> bool:
+        """True if nothing happened since `settle` gave `counts` but that every head got one token."""
+        return self._counts is counts and self._appended == 1
 
     def select_rows(self, index: Tensor) -> None:
         """Reorder, repeat or drop batch rows."""
         self.channels = {name: value.index_select(0, index.to(value.device)) for name, value in self.channels.items()}
-        self._counts, self._full = self.counts.index_select(0, index.cpu()), None
+        self._recount(self.counts.index_select(0, index.cpu()))
+        self._full = None
 
     def fork(self) -> DenseStore:
         copy = DenseStore.__new__(DenseStore)
         copy.length, copy._full = self.length, self._full
-        copy._counts, copy._appended = self.counts.clone(), 0
+        copy._recount(self.counts.clone())
         copy.channels = {name: exact(value) for name, value in self.channels.items()}
         return copy
 
-    def pieces(self, name: str) -> list[Tensor]:
-        """The held slots of a channel per row and head, `[n, ...]` each, empty ones left out."""
-        batch, heads = self.counts.shape
-        value, positions = self.get(name), self.get("positions")
-        found = []
-        for b in range(batch):
-            for h in range(heads):
-                piece = value[b, h if value.shape[1] > 1 else 0]
-                if not self.full:
-                    piece = piece[positions[b, h if positions.shape[1] > 1 else 0] >= 0]
-                found.append(piece)
+    def packed(self, mask: Tensor) -> dict[str, Tensor]:
+        """Copies of the slots marked in `mask [B, H, length]`, row and head after row and head: channels `[N, ...]`."""
+        found = {}
+        for name in self.channels:
+            value = self.get(name)
+            found[name] = value.expand(*mask.shape, *value.shape[3:])[mask]
         return found
 
     def borrow(self, names: Iterable[str]) -> DenseStore:

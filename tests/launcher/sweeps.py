@@ -76,8 +76,8 @@ def left(folder: Path) -> dict[str, Any]:
 
 
 def essence(row: dict[str, Any]) -> dict[str, Any]:
-    """A sample's line without times and peaks."""
+    """A sample's line without times, peaks, and the kernel that decoded it."""
     out = {key: value for key, value in row["out"].items() if not key.endswith(("_s", "_peak"))}
     for moment in ("compressed", "end"):
-        out[moment] = {key: value for key, value in out[moment].items() if key != "time"}
+        out[moment] = {key: value for key, value in out[moment].items() if key not in ("time", "kernel")}
     return {"id": row["id"], "score": row["score"], "out": out}

@@ -15,6 +15,7 @@ from test_references import SIZES, follow
 
 from kvcompress import compress
 from kvcompress.allocators import largest_remainder, proportional
+from kvcompress.layouts import RankedStore
 from kvcompress.method import Chunked
 from kvcompress.methods import CAKE, H2O, SnapKV
 from kvcompress.methods.cake import Preference, published
@@ -245,6 +246,40 @@ def test_the_published_repair_stays_close_to_the_total():
     with compress(small_model(num_hidden_layers=8), CAKE(budget=20, preset="code", **OPTIONS)) as session:
         kept = session.prefill(ids).cache.kept_tokens().sum()
     assert 0.98 * 20 * 8 * 2 <= kept <= 20 * 8 * 2 + 8 * 2
+
+
+def test_the_gate_leaves_short_prompts_whole_until_decode():
+    """Up to budget plus window nothing goes when the prompt ends; decode then holds the budget. Row by row."""
+    ids, mask = left_padded([15, 14])
+    for gate, expected in ((True, [11, 14]), (False, [11, 11])):
+        with compress(small_model(), CAKE(budget=11, gate=gate, window=3, kernel=5)) as session:
+            kept = session.prefill(ids, attention_mask=mask).cache.kept_tokens().double()
+            assert kept.mean((0, 2)).tolist() == expected
+            session.generate(3)
+            assert session.cache.kept_tokens().double().mean((0, 2)).tolist() == [11, 11]
+    assert CAKE(preset="code").gate is True and CAKE().gate is False
+
+
+def test_a_cascade_lets_go_at_the_end_of_a_ranking_without_copying():
+    """Between its first cut and the end of the prompt a layer's tensors stay where they are, and get fewer."""
+    model, seen = small_model(num_hidden_layers=6), {}
+    with compress(model, CAKE(budget=150, **OPTIONS)) as session:
+        cache = session.new_cache()
+
+        def look(*_):
+            for i, layer in enumerate(cache.full_layers):
+                if isinstance(layer.store, RankedStore):
+                    pieces = [piece["keys"].data_ptr() for piece in layer.store._pieces]
+                    assert len(pieces) * layer.store.size < int(layer.counts.max()) + layer.store.size
+                    seen.setdefault(i, []).append(pieces)
+
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(look)
+        session.prefill(random_ids(1, 700), cache=cache)
+        assert not any(isinstance(layer.store, RankedStore) for layer in cache.full_layers)
+    assert any(len(pieces[0]) > len(pieces[-1]) for pieces in seen.values())
+    for pieces in seen.values():
+        assert all(later == earlier[: len(later)] for earlier, later in zip(pieces, pieces[1:], strict=False))
 
 
 def test_one_layer_is_said():

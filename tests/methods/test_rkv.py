@@ -345,12 +345,13 @@ class Words:
         return [self.texts.index(text)] if text in self.texts else [0, 4]
 
 
-def test_texts_become_token_ids_and_are_refused_without():
+def test_texts_become_token_ids_and_are_refused_without(monkeypatch):
     """A schedule that speaks of tokens needs a tokenizer, and a closing tag of one token."""
     method = RKV(budget=12, window=3, schedule=Schedule(newline=True, until="</think>"))
-    with pytest.raises(ValueError, match="for_tokenizer"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="tokenizer=tokenizer"):
+        patch.setattr("kvcompress.passes.tokenizer_of", lambda model: None)
         compress(small_model(), method)
-    schedule = method.for_tokenizer(Words()).parts().schedule
+    schedule = compress(small_model(), method, tokenizer=Words()).method.parts().schedule
     assert schedule.newline_ids == (1, 2) and schedule.until_ids == (3,)
     assert str(schedule) == "prompt+newline until </think>" and str(method.parts().schedule) == str(schedule)
     with pytest.raises(ValueError, match="must be one"):
