@@ -6,6 +6,7 @@ from positions: int, the token's index among the real tokens of its row, -1 wher
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -120,19 +121,28 @@ class CompressedCache(Cache):
 
     def fork(self) -> CompressedCache:
         """An independent deep copy: tensors, positions and method state."""
-        copy = CompressedCache([], self.codec, self.limited, self.rotations)
-        copy.layers = [
-            layer.fork(copy) if isinstance(layer, CompressedLayer) else _fork_plain(layer) for layer in self.layers
+        twin = CompressedCache([], self.codec, self.limited, self.rotations)
+        twin.layers = [
+            layer.fork(twin) if isinstance(layer, CompressedLayer) else _fork_plain(layer) for layer in self.layers
         ]
-        copy.real, copy.cap = _clone(self.real), _clone(self.cap)
-        copy.columns, copy.clamped, copy.owner = _clone(self.columns), self.clamped, self.owner
-        copy.closed = _clone(self.closed)
-        copy.moments, copy.kept_max = [dict(m) for m in self.moments], self.kept_max
-        copy.logits, copy.pending, copy.broken = _clone(self.logits), _clone(self.pending), self.broken
-        copy.model = self.model
-        return copy
+        twin.real, twin.cap = _clone(self.real), _clone(self.cap)
+        twin.columns, twin.clamped, twin.owner = _clone(self.columns), self.clamped, self.owner
+        twin.closed = _clone(self.closed)
+        twin.moments, twin.kept_max = [dict(m) for m in self.moments], self.kept_max
+        twin.logits, twin.pending, twin.broken = _clone(self.logits), _clone(self.pending), self.broken
+        twin.model = self.model
+        return twin
 
     snapshot = fork
+
+    def fork_other(self, layer: int) -> Any:
+        """A copy of a layer of transformers' own class.
+
+        A sliding layer's tensors are shared, since it only ever replaces them: so they stay views of the same storage,
+        and count as many bytes.
+        """
+        held = self.layers[layer]
+        return copy.copy(held) if getattr(held, "is_sliding", False) else _fork_plain(held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         return self.fork()

@@ -172,11 +172,11 @@ class Compressor:
             if forward.passes:  # their attention is part of the decision
                 forward.deferred[layer.index] = features
             else:
-                self._decide(layer, probabilities, features, forward, cache)
+                self.decide(layer, probabilities, features, forward, cache)
         finally:
             layer.queries = None
 
-    def _decide(
+    def decide(
         self,
         layer: CompressedLayer,
         probabilities: Tensor | None,
@@ -184,6 +184,7 @@ class Compressor:
         forward: Forward,
         cache: CompressedCache,
     ) -> None:
+        """Score, allocate and apply in one layer that has observed this forward, if the schedule says so."""
         steadily = forward.phase == "decode" and layer.steady is not None and cache.closed is None
         if steadily and layer.steady.holds(layer.held(), layer.target):
             with self.clock.running(layer.held().get("positions").device):
@@ -450,7 +451,7 @@ class Compressor:
             return
         for layer in cache.full_layers:
             if layer.index in forward.deferred:
-                self._decide(layer, None, forward.deferred[layer.index], forward, cache)
+                self.decide(layer, None, forward.deferred[layer.index], forward, cache)
         if self.parts.allocator.scope == "layer":
             return
         with self.clock.running(cache.full_layers[-1].device):

@@ -11,16 +11,19 @@ import difflib
 import functools
 import operator
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvcompress import models
+from kvcompress.launcher.plugin import store_launcher
 from kvcompress.method import Allocator, Codec, Method, Prefill, Reader, Schedule
 from kvcompress.methods import METHODS
 from kvcompress.task import Task
@@ -87,6 +90,7 @@ class RunConfig:
     limit: int | None = None
     kernel: str = "auto"
     resume: str = "auto"
+    dry: bool = False
     sweep: Any = field(default_factory=SweepConfig)
     logger: Any = field(default_factory=LoggerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
@@ -168,6 +172,22 @@ def register() -> None:
     for name in models.names():
         if "/" in name:
             register_model(name)
+    store_launcher()
+
+
+def folder() -> Path:
+    """Where the yaml files lie."""
+    import kvcompress.conf
+
+    return Path(str(kvcompress.conf.__file__)).resolve().parent
+
+
+@contextmanager
+def composing() -> Iterator[Callable[[Sequence[str]], DictConfig]]:
+    """A function that composes a cell from command-line overrides, without a command line."""
+    register()
+    with initialize_config_dir(str(folder()), version_base="1.3"):
+        yield lambda overrides: compose("config", list(overrides))
 
 
 def register_model(name: str) -> None:

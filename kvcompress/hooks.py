@@ -319,7 +319,7 @@ class Hooks:
             if whole and forward.phase != "pass":
                 passes.run(self, cache, forward)
                 self.compressor.end_of_forward(cache)
-                self._note_moment(cache, forward)
+                self.note_moment(cache, forward)
             broken = output is None
         finally:
             cache.forward = None
@@ -327,7 +327,7 @@ class Hooks:
             self._inner_due = False
             cache.logits = cache.pending = None  # a session that ran this forward sets them again
 
-    def _note_moment(self, cache: CompressedCache, forward: Forward) -> None:
+    def note_moment(self, cache: CompressedCache, forward: Forward) -> None:
         if not cache.full_layers:
             return
         cache.kept_max = max(cache.kept_max, max(int(layer.counts.max()) for layer in cache.full_layers))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from kvcompress.compat import CacheLayerMixin, Rotation
-from kvcompress.layouts import DenseStore, RaggedStore, RankedStore, Store, keep_slots
+from kvcompress.layouts import DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
 from kvcompress.parts import Codec
 from kvcompress.view import Pass, State
 
@@ -102,6 +103,7 @@ class CompressedLayer(CacheLayerMixin):
         self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
         self.evicted = 0
         self.group = 1  # query heads per KV head
+        self._borrowed: DenseStore | None = None  # another cache's slots, until own()
         self.queries: Tensor | None = None  # [B, H, n, D] of this forward, while it is looked at
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done
 
@@ -306,6 +308,33 @@ class CompressedLayer(CacheLayerMixin):
         copy.state = {k: v.clone() for k, v in self.state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy
+
+    def borrow(self, other: CompressedLayer, mass: bool) -> None:
+        """Hold what `other` holds without a copy: what is kept of it is copied then, the rest by `own()`.
+
+        Args:
+            other: the same layer of another cache, which nothing was dropped from.
+            mass: with the attention mass that `other` has summed up.
+        """
+        store = other.held()
+        assert isinstance(store, DenseStore)
+        self.store = self._borrowed = store.borrow(n for n in store.channels if n != "mass" or mass)
+        self.seen, self.is_initialized, self.group = other.seen, True, other.group
+        self.device, self.dtype, self.full_width = other.device, other.dtype, other.full_width
+
+    def own(self) -> None:
+        """Copy what is still borrowed, as a prompt of this cache's own would have left it."""
+        if self._borrowed is not None and self.store is self._borrowed:
+            store = self._borrowed
+            self.store = DenseStore.of(store.channels, store.counts, grow=not self.holder().limited)
+        self._borrowed = None
+
+    def gather(self, others: Sequence[CompressedLayer]) -> None:
+        """Hold copies of what the same layer of other caches holds, their rows one after the other."""
+        first = others[0]
+        self.store = joined([other.held() for other in others], leave_out=BESIDE[1:])
+        self.seen, self.is_initialized, self.group = max(o.seen for o in others), True, first.group
+        self.device, self.dtype, self.full_width = first.device, first.dtype, first.full_width
 
     def holder(self) -> Holder:
         """The cache this layer belongs to."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -68,6 +69,19 @@ def timed(function: Callable[[], Any], device: Device = "cpu") -> tuple[Any, flo
     return result, timer.seconds
 
 
+_peaks_wanted: ContextVar[bool] = ContextVar("_peaks_wanted", default=True)
+
+
+@contextmanager
+def without_peaks() -> Iterator[None]:
+    """Inside, `PeakMemory` measures nothing: where no one reads peaks, collecting garbage for them is time lost."""
+    token = _peaks_wanted.set(False)
+    try:
+        yield
+    finally:
+        _peaks_wanted.reset(token)
+
+
 @dataclass
 class PeakMemory:
     """Highest memory within a `with` block.
@@ -77,7 +91,8 @@ class PeakMemory:
         start: bytes in use when the block began.
         peak: highest bytes in use within it, `start` included.
         reserved: highest bytes the CUDA allocator held, None elsewhere.
-        method: how it was measured: "cuda", "VmHWM" (Linux, exact), "sampled" (every 2 ms, may miss a short peak).
+        method: how it was measured: "cuda", "VmHWM" (Linux, exact), "sampled" (every 2 ms, may miss a short peak), or
+            "none" inside `without_peaks()`, where all figures are 0.
     """
 
     device: Device = "cpu"
@@ -99,6 +114,9 @@ class PeakMemory:
         return self.peak if self.method == "cuda" else self.growth
 
     def __enter__(self) -> PeakMemory:
+        if not _peaks_wanted.get():
+            self.method = "none"
+            return self
         gc.collect()
         _trim()
         if torch.device(self.device).type == "cuda":
@@ -114,6 +132,8 @@ class PeakMemory:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.method == "none":
+            return
         if self.method == "cuda":
             synchronize(self.device)
             self.peak = torch.cuda.max_memory_allocated(self.device)

@@ -38,7 +38,15 @@ KEYS = (
     *("kv.storage", "memory.prefill_peak", "memory.decode_peak"),
     *(key + end for key in TIMES for end in ("", ".q1", ".q3")),
     *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
-    *("protocol.hit_max_share", "protocol.shared", "protocol.pair", "versions.source", "notes", "error"),
+    *(
+        "protocol.hit_max_share",
+        "protocol.shared",
+        "protocol.decoding",
+        "protocol.pair",
+        "versions.source",
+        "notes",
+        "error",
+    ),
 )
 
 
@@ -144,6 +152,13 @@ class RunFolder:
         except ValueError:
             return None
 
+    def stamp(self) -> int | None:
+        """When the record was written, in nanoseconds, or None where there is none."""
+        try:
+            return (self.path / "record.json").stat().st_mtime_ns
+        except OSError:
+            return None
+
     def open(self, config: str) -> None:
         """Make the folder, with the resolved configuration in it."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -155,7 +170,12 @@ class RunFolder:
         return {row["id"]: row for row in rows if source in (None, row.get("source"))}
 
     def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Keep exactly `rows`, and take away the record: what is written from here on belongs to a new attempt."""
+        """Keep exactly `rows`, and take away the record: what is written from here on belongs to a new attempt.
+
+        What a killed process was about to write is taken away as well.
+        """
+        for left in self.path.glob(".*.tmp"):
+            left.unlink(missing_ok=True)
         (self.path / "record.json").unlink(missing_ok=True)
         samples = self.path / "samples.jsonl"
         temporary = samples.with_name(f".{samples.name}.{os.getpid()}.tmp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +17,9 @@ from kvcompress.hooks import Hooks
 from kvcompress.method import Method
 from kvcompress.parts import Prefilled
 
+if TYPE_CHECKING:
+    from kvcompress.shared import SharedPrefill
+
 Tensor = torch.Tensor
 
 
@@ -27,9 +30,17 @@ class Session(Hooks):
     `generate` say explicitly which phase a forward is.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto", tokenizer: Any = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        kernel: str = "auto",
+        tokenizer: Any = None,
+        shared: SharedPrefill | None = None,
+    ):
         super().__init__(model, method, kernel, tokenizer)
         self.prefill_seconds = 0.0
+        self.shared = shared
 
     # ------------------------------------------------------------------ explicit phases
 
@@ -60,7 +71,10 @@ class Session(Hooks):
         self.compressor.clock = Clock()
         self.compressor.kernels.clear()
         start = time.perf_counter()
-        prefilled = self.compressor.parts.prefill.run(self, segments, mask)
+        if self.shared is not None and self.shared.serves(cache, segments, mask):
+            prefilled = self.shared.hand_over(self, cache)
+        else:
+            prefilled = self.compressor.parts.prefill.run(self, segments, mask)
         self._synchronise()
         self.prefill_seconds = time.perf_counter() - start
         self.compressor.end_of_prompt(cache)
@@ -292,7 +306,13 @@ class Session(Hooks):
         }
 
 
-def compress(model: PreTrainedModel, method: Method, kernel: str = "auto", tokenizer: Any = None) -> Session:
+def compress(
+    model: PreTrainedModel,
+    method: Method,
+    kernel: str = "auto",
+    tokenizer: Any = None,
+    shared: SharedPrefill | None = None,
+) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
 
     Args:
@@ -300,6 +320,7 @@ def compress(model: PreTrainedModel, method: Method, kernel: str = "auto", token
             attention mass everywhere, so that methods that need it and others can be compared on one kernel.
         tokenizer: for methods that write prompts of their own (KVzip) and schedules that speak of tokens; by default the
             one `load` gave with the model.
+        shared: a full prefill made before (`prefill_once`): a prompt of the same ids starts from it.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:
@@ -309,4 +330,4 @@ def compress(model: PreTrainedModel, method: Method, kernel: str = "auto", token
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel, tokenizer)
+    return Session(model, method, kernel, tokenizer, shared)

@@ -5,6 +5,7 @@ python scripts/bench.py overhead --only prefill --pairs 21    one check, more pa
 python scripts/bench.py overhead --only perhead,ragged,floor  decode on ragged layers: beside plain, uniform heads, and the floor
 python scripts/bench.py overhead --only share                 compression of each method, as a share of the prefill
 python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
+python scripts/bench.py sweep                                 what sharing prefills and decoding together saves
 python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks beside the same at once
 python scripts/bench.py generation                            bytes and time per token along a long output
 python scripts/bench.py generation --only memory --methods rkv,h2o,snapkv --png results/sawtooth.png
@@ -53,6 +54,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     overhead.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
     overhead.add_argument("--seed", type=int, default=0)
     overhead.add_argument("--json", type=Path, default=None, help="also write everything to this file")
+    sweep = commands.add_parser("sweep", help="cells one by one, with shared prefills, and decoded together")
+    sweep.add_argument("--model", default="smollm2")
+    sweep.add_argument("--methods", default="", help="comma-separated; default: six")
+    sweep.add_argument("--budgets", default="", help="comma-separated; default: four")
+    sweep.add_argument("--length", type=int, default=2000, help="tokens of a prompt")
+    sweep.add_argument("--new", type=int, default=16, help="tokens of an answer")
+    sweep.add_argument("--samples", type=int, default=1)
+    sweep.add_argument("--modes", default="", help="comma-separated; default: all")
+    sweep.add_argument("--threads", type=int, default=None, help="torch threads; default: what torch chooses")
+    sweep.add_argument("--json", type=Path, default=None, help="also write everything to this file")
     along = commands.add_parser("generation", help="bytes held and time per token along a long output")
     along.add_argument("--model", default="smollm2")
     along.add_argument("--dtype", default="float32")
@@ -120,6 +131,39 @@ def overhead(args: argparse.Namespace) -> int:
             write(args, facts, rows)
     Console(width=max(100, console.width)).print(table(rows))
     return 1 if any(row.missed for row in rows) else 0
+
+
+def sweep(args: argparse.Namespace) -> int:
+    import tempfile
+
+    from rich.console import Console
+
+    from kvcompress import measure
+    from kvcompress.sweep_bench import BUDGETS, METHODS, MODES, SweepBench
+
+    methods = args.methods.split(",") if args.methods else METHODS
+    budgets = [json.loads(budget) for budget in args.budgets.split(",")] if args.budgets else BUDGETS
+    modes = args.modes.split(",") if args.modes else list(MODES)
+    console, totals = Console(width=140), []
+    with measure.threads(args.threads) as threads, tempfile.TemporaryDirectory() as folder:
+        console.print(
+            f"{args.model} on {threads} threads: {len(methods)} methods x {len(budgets)} budgets, {args.samples} needle "
+            f"samples of {args.length} tokens, {args.new} new tokens",
+            highlight=False,
+        )
+        bench = SweepBench(Path(folder), args.model, methods, budgets, args.length, args.new, args.samples)
+        for total in bench.run(modes):
+            totals.append(total)
+            console.print(
+                f"{total.mode:16} {total.seconds:7.1f} s, CPU {total.cpu:7.1f} s: {total.ratio:.3f} ({total.cpu_ratio:.3f}) "
+                f"of {modes[0]}; {total.full:.1f} ({total.cpu_full:.1f}) times one run of the full cache",
+                highlight=False,
+            )
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps({"settings": {**vars(args), "json": None}, "totals": [t.as_dict() for t in totals]})
+        )
+    return 0
 
 
 def generation(args: argparse.Namespace) -> int:
@@ -281,7 +325,8 @@ def write(args: argparse.Namespace, facts: dict, rows: list) -> None:
 if __name__ == "__main__":
     options = parse()
     try:
-        commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation}
+        sys.exit({"overhead": overhead, "chunked": chunked, "sweep": sweep}[options.command](options))
+        commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation, "sweep": sweep}
         sys.exit(commands_of[options.command](options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

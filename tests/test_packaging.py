@@ -65,5 +65,5 @@ def test_constraints_name_exact_versions_of_every_dependency():
     pinned = {line.split("==")[0] for line in lines}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    names = {name.split(";")[0].split(">")[0].split("<")[0].split("[")[0].strip() for name in asked}
+    names = {name.split(";")[0].split(">")[0].split("<")[0].split("=")[0].split("[")[0].strip() for name in asked}
     assert names <= pinned

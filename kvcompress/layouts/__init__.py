@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcompress.layouts.dense import DenseStore, gather_slots
@@ -14,7 +16,18 @@ Store = DenseStore | RaggedStore
 # under 1.25 times what is valid.
 DENSE_WASTE = 1.1
 
-__all__ = ["DenseStore", "RaggedStore", "RankedStore", "Store", "keep_slots"]
+__all__ = ["DenseStore", "RaggedStore", "RankedStore", "Store", "joined", "keep_slots"]
+
+
+def joined(stores: Sequence[Store], leave_out: Sequence[str] = ()) -> RaggedStore:
+    """Copies of all that several stores hold, their rows one after the other."""
+    packed = []
+    for store in stores:
+        mask = store.get("positions") >= 0
+        packed.append(store.packed(mask.expand(-1, store.heads, -1)))
+    names = [name for name in packed[0] if name not in leave_out]
+    channels = {name: torch.cat([held[name] for held in packed]) for name in names}
+    return RaggedStore(channels, torch.cat([store.counts for store in stores]))
 
 
 def keep_slots(store: Store, mask: torch.Tensor, grow: bool = False) -> Store:

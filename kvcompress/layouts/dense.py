@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 Tensor = torch.Tensor
@@ -164,6 +166,18 @@ class DenseStore:
         copy._recount(self.counts.clone())
         copy.channels = {name: exact(value) for name, value in self.channels.items()}
         return copy
+
+    def packed(self, mask: Tensor) -> dict[str, Tensor]:
+        """Copies of the slots marked in `mask [B, H, length]`, row and head after row and head: channels `[N, ...]`."""
+        found = {}
+        for name in self.channels:
+            value = self.get(name)
+            found[name] = value.expand(*mask.shape, *value.shape[3:])[mask]
+        return found
+
+    def borrow(self, names: Iterable[str]) -> DenseStore:
+        """The held slots of some channels without a copy: to be read, and kept from with `keep_slots`."""
+        return DenseStore({name: self.get(name) for name in names}, self.counts.clone())
 
 
 def gather_slots(value: Tensor, index: Tensor) -> Tensor:

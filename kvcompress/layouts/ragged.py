@@ -72,6 +72,12 @@ class RaggedStore:
     def heads(self) -> int:
         return self._counts.shape[1]
 
+    def part(self, row: int, after: Tensor, n: int) -> dict[str, Tensor]:
+        """`n` slots of one row's heads, those after the first `after [H]`: channels `[1, H, n, ...]`, copied."""
+        segments = row * self.heads + torch.arange(self.heads)
+        index = self._slots(segments[:, None], after[:, None] + torch.arange(n)).to(self.device)
+        return {name: flat[index][None] for name, flat in self.channels.items()}
+
     @property
     def length(self) -> int:
         """Slots of the longest segment."""

@@ -1,0 +1,1 @@
+"""How cells are run: what a cell is, which share a prefill, locks between processes, and Hydra's launcher."""

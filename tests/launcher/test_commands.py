@@ -1,0 +1,200 @@
+"""The launcher on the command line, and the plan, status and estimate it prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
+from sweeps import SHARED, SHORT, TOGETHER, cell, cells, left, sweep
+
+from kvcompress import config, models, record
+from kvcompress.launcher import work
+from kvcompress.launcher.cell import Cell
+from kvcompress.launcher.check import difference
+from kvcompress.launcher.status import cells_of, show
+from kvcompress.run import Options, main
+
+
+def command(folder, *arguments):
+    return main(["-m", *SHORT, f"paths.results={folder}", "limit=1", *arguments])
+
+
+def shared_flags(folder):
+    return {record.read_record(path)["protocol.shared"] for path in folder.glob("test/*/record.json")}
+
+
+@pytest.fixture(autouse=True)
+def clean_hydra():
+    """Hydra's singletons are per process: each command starts afresh."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    before = sys.argv[:]
+    GlobalHydra.instance().clear()
+    yield
+    GlobalHydra.instance().clear()
+    sys.argv[:] = before
+
+
+def test_a_sweep_shares_unless_told_otherwise(tmp_path):
+    assert command(tmp_path / "default", "method=snapkv,tova", "budget=0.5,0.2") == 0
+    assert shared_flags(tmp_path / "default") == {True}
+    assert command(tmp_path / "off", "method=snapkv,tova", "budget=0.5,0.2", "hydra.launcher.share=false") == 0
+    assert shared_flags(tmp_path / "off") == {False}
+    assert command(tmp_path / "basic", "method=snapkv,tova", "budget=0.5,0.2", "hydra/launcher=basic") == 0
+    assert shared_flags(tmp_path / "basic") == {False}
+    assert left(tmp_path / "default") == left(tmp_path / "basic") == left(tmp_path / "off")
+
+
+def test_every_cell_has_its_folder_with_its_own_configuration(tmp_path):
+    assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2") == 0
+    found = list((tmp_path / "test").glob("*/config.yaml"))
+    assert len(found) == 4 and len({path.read_text() for path in found}) == 4
+    assert all(str(tmp_path) in path.read_text() for path in found)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [(("method=snapkv", "budget=range(5,5)"), "no cell"), (("method=snapkv", "bugdet=0.5"), "bugdet")],
+    ids=["no cell", "no such key"],
+)
+def test_a_sweep_that_makes_no_sense_is_refused_before_work(tmp_path, monkeypatch, capfd, arguments, says):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit) as ended:
+        command(tmp_path, *arguments)
+    assert ended.value.code == 1 and says in capfd.readouterr().err
+    assert not list(tmp_path.rglob("record.json"))
+
+
+def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, capfd):
+    assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2", "dry=true") == 0
+    printed = capfd.readouterr().err
+    assert "4 cells share each prefill" in printed and "cell by cell" in printed
+    numbers = [line.split() for line in printed.splitlines() if "random" in line and "needle" in line][-1]
+    assert "3" in numbers, "of four prefills three are saved"
+    assert not list(tmp_path.rglob("record.json")) and not list(tmp_path.rglob("sweep.json"))
+
+
+def test_status_tells_done_running_failed_and_missing_cells_apart(tmp_path, monkeypatch):
+    configs = cells(tmp_path, "full,snapkv,tova,random", "0.5")
+    sweep(configs[:2])
+    (tmp_path / "test" / Cell(configs[0]).run_id / "record.json").unlink()
+    running = Cell(configs[2])
+    assert running.claim() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "load", lambda *_, **__: 1 / 0)
+        sweep(configs[3:])
+    (tmp_path / "test" / "sweep.json").write_text(
+        json.dumps({"layout": 1, "cells": {c.run_id: {"method": c.config.method.name} for c in map(Cell, configs)}})
+    )
+    found = {entry["method"]: entry["status"] for entry in cells_of(tmp_path / "test")}
+    assert found == {"full": "missing", "snapkv": "ok", "tova": "running", "random": "failed"}
+    notes = {entry["method"]: entry["note"] for entry in cells_of(tmp_path / "test")}
+    assert notes["full"] == "begun, not finished" and "process" in notes["tova"] and "ZeroDivision" in notes["random"]
+    running.release()
+
+
+def test_status_of_a_finished_sweep_is_0_and_of_no_sweep_2(tmp_path, capsys):
+    sweep(cells(tmp_path, "snapkv", "0.5,0.2"))
+    assert main([f"status={tmp_path / 'test'}"]) == 0
+    assert "2 ok" in capsys.readouterr().out
+    console = Console(file=io.StringIO(), width=200)
+    assert show(tmp_path / "nowhere", console) == 2 and "no such folder" in console.file.getvalue()
+    assert show(tmp_path, console) == 2 and "no sweep lies here" in console.file.getvalue()
+
+
+def test_cells_decode_together_by_default_and_the_record_says_so(tmp_path):
+    for folder, options in (("apart", SHARED), ("together", TOGETHER)):
+        sweep(cells(tmp_path / folder, "full,snapkv,knorm,adakv,tova", "0.5,0.2"), options)
+    apart, together = left(tmp_path / "apart"), left(tmp_path / "together")
+    assert apart == together
+    said = {
+        record.read_record(path)["method"]: record.read_record(path)["protocol.decoding"]
+        for path in (tmp_path / "together").glob("test/*/record.json")
+    }
+    assert said == dict.fromkeys(("full", "snapkv", "knorm", "adakv"), "together") | {"tova": "separate"}
+
+
+def test_a_fault_in_one_of_the_cells_that_decode_together_ends_that_cell(tmp_path, monkeypatch):
+    from kvcompress.methods import Knorm
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(Knorm(budget=0.5).make_scorer()), "score", broken)
+        outcomes, _ = sweep(cells(tmp_path, "snapkv,knorm,adakv", "0.5,0.2"), TOGETHER)
+    found = {(outcome.method, outcome.status) for outcome in outcomes}
+    assert found == {("snapkv", "ok"), ("adakv", "ok"), ("knorm", "failed")}
+    sweep(cells(tmp_path, "snapkv,knorm,adakv", "0.5,0.2"), TOGETHER)
+    sweep(cells(tmp_path / "calm", "snapkv,knorm,adakv", "0.5,0.2"), TOGETHER)
+    assert left(tmp_path) == left(tmp_path / "calm")
+
+
+def test_one_cell_alone_runs_as_it_always_did(tmp_path):
+    (outcome,), _ = sweep([cell(tmp_path, "method=snapkv", "budget=0.5")], TOGETHER)
+    assert outcome.record["protocol.shared"] is False and outcome.record["protocol.decoding"] == "separate"
+    assert outcome.record["protocol.kernel"] == "sdpa"
+
+
+def test_check_mode_decodes_alone_as_well_and_fails_what_differs(tmp_path, monkeypatch):
+    check = Options(check=True)
+    outcomes, _ = sweep(cells(tmp_path / "good", "snapkv,knorm", "0.5,0.2"), check)
+    assert {o.status for o in outcomes} == {"ok"}
+    assert {o.record["protocol.decoding"] for o in outcomes} == {"together, checked"}
+    stock = work.decode_together
+
+    def wrong(*arguments):
+        results, share = stock(*arguments)
+        results[0]["tokens"][0][2] += 1
+        return results, share
+
+    monkeypatch.setattr(work, "decode_together", wrong)
+    outcomes, _ = sweep(cells(tmp_path / "bad", "snapkv,knorm", "0.5,0.2", "limit=1"), check)
+    assert sorted(o.status for o in outcomes) == ["failed", "ok", "ok", "ok"]
+    assert "answer 1, token 3: together not as alone" in next(o.note for o in outcomes if o.failed)
+
+
+@pytest.mark.parametrize(
+    "found, leads, wrong",
+    [
+        ([5, 6, 7], [1.0, 1.0, 1.0], None),
+        ([5, 9, 7], [1.0, 0.5, 1.0], "token 2"),
+        ([5, 9, 9], [1.0, 1e-4, 1.0], None),
+        ([5, 6], [1.0, 1.0, 0.5], "token 3"),
+        ([5, 6], [1.0, 1.0, 1e-4], None),
+    ],
+)
+def test_tokens_may_differ_from_a_close_call_on(found, leads, wrong):
+    alone = {"tokens": [[5, 6, 7]], "finished": ["length"]}
+    together = {"tokens": [found], "finished": ["length" if len(found) == 3 else "stop"]}
+    said = difference(alone, together, [leads])
+    assert said is None if wrong is None else wrong in said
+
+
+def test_cells_take_turns_where_memory_is_limited(tmp_path, monkeypatch):
+    made, stock = [], work.decode_together
+    monkeypatch.setattr(work, "decode_together", lambda *a: made.append(len(a[1])) or stock(*a))
+    configs = cells(tmp_path / "free", "snapkv,knorm,random", "0.5,0.25")
+    sweep(configs, TOGETHER)
+    assert made == [6, 6]
+    made.clear()
+    full = record.read_record(next((tmp_path / "free").glob("test/*/record.json")))["kv.bytes_full"]
+    sweep(cells(tmp_path / "tight", "snapkv,knorm,random", "0.5,0.25"), Options(memory=int(3.2 * full)))
+    assert len(made) > 2 and sum(made) == 12 and max(made) < 6
+    assert left(tmp_path / "free") == left(tmp_path / "tight")
+
+
+@pytest.mark.parametrize("name", ["quick", "needle_grid", "matched_budgets", "efficiency"])
+def test_every_preset_is_made_of_legal_cells(tmp_path, name):
+    params = OmegaConf.load(config.folder() / "experiment" / f"{name}.yaml").hydra.sweeper.params
+    with config.composing() as compose:
+        for method in str(params.method).split(","):
+            made = compose([f"experiment={name}", f"paths.results={tmp_path}", f"method={method}"])
+            assert made.sweep.name == name
+            for budget in str(params.budget).split(","):
+                made.budget = float(budget)
+                assert 0 < Cell(made).method.budget <= 1

@@ -1,0 +1,235 @@
+"""A night-long sweep survives what happens to it: faults, interrupts, kills, a second process."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from rich.console import Console
+from sweeps import SHARED, cell, cells, forked, left, sweep
+
+from kvcompress import models, record
+from kvcompress.launcher.cell import Cell
+from kvcompress.launcher.lock import Lock, holder
+from kvcompress.measure import _resident as resident
+from kvcompress.methods import TOVA, SnapKV
+from kvcompress.run import Runner, summary
+
+
+def break_scorer(monkeypatch, cls, fault):
+    """Have every score of a method raise."""
+
+    def score(*_):
+        raise fault
+
+    scorer = type(cls(budget=0.5).make_scorer())
+    monkeypatch.setattr(scorer, "score", score)
+
+
+@pytest.mark.parametrize(
+    "fault, status",
+    [
+        (ZeroDivisionError("by zero"), "failed"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "oom"),
+    ],
+)
+def test_a_fault_ends_its_own_cells_and_the_others_of_the_group_finish(tmp_path, monkeypatch, fault, status, capsys):
+    break_scorer(monkeypatch, TOVA, fault)
+    outcomes, text = sweep(cells(tmp_path, "full,tova,snapkv", "0.5,0.2"))
+    by_method = {method: {o.status for o in outcomes if o.method == method} for method in ("full", "tova", "snapkv")}
+    assert by_method == {"full": {"ok", "same"}, "tova": {status}, "snapkv": {"ok"}}
+    assert text.count(f"{status} ") >= 2
+    assert summary(outcomes, Console(stderr=True, width=200)) == 1
+    printed = capsys.readouterr().err
+    assert printed.count(f"{status}: tova budget") == 2 and type(fault).__name__ in printed
+
+
+def test_cells_that_failed_are_run_again_and_nothing_else_is(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        break_scorer(patch, TOVA, ZeroDivisionError())
+        sweep(cells(tmp_path, "tova,snapkv", "0.5,0.2"))
+    outcomes, _ = sweep(cells(tmp_path, "tova,snapkv", "0.5,0.2"))
+    assert sorted((o.method, o.status) for o in outcomes) == [("snapkv", "done")] * 2 + [("tova", "ok")] * 2
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_cells_and_the_next_model_runs(tmp_path):
+    missing = cells(tmp_path, "snapkv,tova", "0.5", f"model.name={tmp_path / 'nowhere'}")
+    outcomes, _ = sweep([*missing, *cells(tmp_path, "snapkv,tova", "0.5")])
+    assert [outcome.status for outcome in outcomes] == ["failed", "failed", "ok", "ok"]
+    assert all("nowhere" in outcome.note for outcome in outcomes[:2])
+
+
+def test_models_are_loaded_once_and_freed_for_the_next(tmp_path, monkeypatch):
+    loaded, stock = [], models.load
+    monkeypatch.setattr(models, "load", lambda name, *a, **k: loaded.append(name) or stock(name, *a, **k))
+    mixed = [
+        cell(tmp_path, f"method={method}", f"model={model}", "budget=0.5")
+        for method in ("snapkv", "tova", "h2o")
+        for model in ("random", "random/qwen2")
+    ]
+    sweep(mixed)
+    assert len(loaded) == 2
+
+
+def test_an_interrupt_leaves_partial_records_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    sweep(cells(tmp_path / "calm", "full,snapkv,tova", "0.5,0.2"))
+    written, append = [], record.RunFolder.append
+
+    def interrupted(folder, row):
+        append(folder, row)
+        written.append((folder.run_id, row["id"]))
+        if len(written) == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(record.RunFolder, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(cells(tmp_path / "cut", "full,snapkv,tova", "0.5,0.2"))
+    statuses = [status for status, *_ in left(tmp_path / "cut").values()]
+    assert statuses == ["partial"] * 5
+    assert not list((tmp_path / "cut").rglob("lock"))
+    sweep(cells(tmp_path / "cut", "full,snapkv,tova", "0.5,0.2"))
+    assert len(written) == len(set(written)) == 10
+    assert left(tmp_path / "cut") == left(tmp_path / "calm")
+
+
+def run_quietly(folder, log, *overrides):
+    """What a forked process does: the whole sweep, each finished sample noted in `log`."""
+    append = record.RunFolder.append
+
+    def noted(run_folder, row):
+        append(run_folder, row)
+        with log.open("a") as file:
+            file.write(json.dumps([os.getpid(), run_folder.run_id, row["id"]]) + "\n")
+
+    record.RunFolder.append = noted
+    outcomes = [o for seed in ("0", "1") for o in sweep(cells(folder, "full,snapkv,h2o", "0.5,0.2", f"seed={seed}"))[0]]
+    os._exit(int(any(outcome.failed for outcome in outcomes)))
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_sweep_ends_with_what_an_undisturbed_one_leaves(tmp_path):
+    calm = forked(run_quietly, tmp_path / "calm", tmp_path / "calm.log")
+    start = time.monotonic()
+    calm.join()
+    whole, moments = time.monotonic() - start, random.Random(0)
+    assert calm.exitcode == 0
+    kills = 0
+    while kills < 20:
+        process = forked(run_quietly, tmp_path / "cut", tmp_path / "cut.log")
+        process.join(moments.uniform(0.02, 0.35) * whole)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            kills += 1
+        else:  # all is done: take a finished cell away, so that there is something to kill
+            done = sorted((tmp_path / "cut" / "test").glob("*/record.json"))
+            moments.choice(done).unlink()
+    last = forked(run_quietly, tmp_path / "cut", tmp_path / "cut.log")
+    last.join()
+    assert last.exitcode == 0
+    assert left(tmp_path / "cut") == left(tmp_path / "calm")
+    assert sorted(p.name for p in (tmp_path / "cut" / "test").rglob("*") if p.is_file()) == sorted(
+        p.name for p in (tmp_path / "calm" / "test").rglob("*") if p.is_file()
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_sweep_without_doing_a_cell_twice(tmp_path):
+    log = tmp_path / "log"
+    both = [forked(run_groups, tmp_path / "both", log) for _ in range(2)]
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    noted = [json.loads(line) for line in log.read_text().splitlines()]
+    samples = [(run_id, sample) for _, run_id, sample in noted]
+    assert len(samples) == len(set(samples)) == 4 * 5 * 2
+    assert len({pid for pid, *_ in noted}) == 2, "both had something to do"
+    found = left(tmp_path / "both")
+    assert len(found) == 20 and {status for status, *_ in found.values()} == {"ok"}
+
+
+def run_groups(folder, log):
+    append = record.RunFolder.append
+
+    def noted(run_folder, row):
+        append(run_folder, row)
+        with log.open("a") as file:
+            file.write(json.dumps([os.getpid(), run_folder.run_id, row["id"]]) + "\n")
+
+    record.RunFolder.append = noted
+    configs = [c for seed in range(4) for c in cells(folder, "full,snapkv,tova", "0.5,0.2", f"seed={seed}")]
+    outcomes, _ = sweep(configs, SHARED)
+    os._exit(int(any(outcome.failed for outcome in outcomes)))
+
+
+def hold(path, ready):
+    assert Lock(path).acquire()
+    ready.touch()
+    time.sleep(60)
+
+
+def test_a_lock_is_held_by_one_process_and_free_once_that_is_killed(tmp_path):
+    path, ready = tmp_path / "lock", tmp_path / "ready"
+    process = forked(hold, path, ready)
+    while not ready.exists():
+        time.sleep(0.01)
+    mine = Lock(path)
+    assert not mine.acquire() and holder(path)["pid"] == process.pid
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert path.exists() and holder(path) is None
+    assert mine.acquire() and holder(path)["pid"] == os.getpid()
+    mine.release()
+    assert not path.exists()
+
+
+def test_a_cell_that_another_process_has_is_left_to_it(tmp_path):
+    configs = cells(tmp_path, "snapkv,tova", "0.5")
+    theirs = Cell(configs[0])
+    assert theirs.claim() is None
+    outcomes, text = sweep(configs)
+    assert {o.method: o.status for o in outcomes} == {"snapkv": "running", "tova": "ok"}
+    assert "another process has it" in text
+    theirs.release()
+    assert sorted(o.status for o in sweep(configs)[0]) == ["done", "ok"]
+
+
+def test_a_cell_that_failed_in_another_process_meanwhile_is_not_tried_twice(tmp_path, monkeypatch):
+    configs = cells(tmp_path, "snapkv,tova", "0.5")
+    waiting = [Cell(config) for config in configs]
+    with monkeypatch.context() as patch:
+        break_scorer(patch, SnapKV, ZeroDivisionError())
+        sweep(configs)
+    assert [cell.claim().status for cell in waiting] == ["failed", "done"]
+
+
+def test_an_unwritable_results_folder_is_said_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    (tmp_path / "file").write_text("in the way")
+    outcomes, text = sweep(cells(tmp_path / "file", "snapkv,tova", "0.5"))
+    assert [o.status for o in outcomes] == ["refused"] * 2 and "cannot write to paths.results" in text
+
+
+def test_a_results_folder_of_another_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "sweep.json").write_text('{"layout": 99, "cells": {}}')
+    outcomes, text = sweep(cells(tmp_path, "snapkv", "0.5"))
+    assert outcomes[0].status == "refused" and "layout 99" in text and "choose another sweep.name" in text
+
+
+def test_memory_does_not_grow_with_the_number_of_cells(tmp_path):
+    runner = Runner(Console(file=io.StringIO()))
+    configs = cells(tmp_path, "snapkv,tova,random,keydiff,h2o", "0.5,0.4,0.3,0.2,0.1,0.05")
+    runner.sweep(configs[:3])
+    after_3 = resident()
+    runner.sweep(configs[3:])
+    assert resident() < 1.05 * after_3
