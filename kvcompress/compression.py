@@ -6,21 +6,18 @@ of slots with sinks and window in it by construction, and has the layer keep tha
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
-from kvcompress.compat import Rotation
+from kvcompress.judge import Judge
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import RankedStore
-from kvcompress.method import LayerView, Method, Needs, Scorer
-from kvcompress.observed import LayerObserved, remember_queries
+from kvcompress.method import Method
+from kvcompress.observed import remember_queries
 from kvcompress.passes import PassLayer
-from kvcompress.selection import lowest_slot, ranked, staged, top_slots
+from kvcompress.selection import lowest_slot, top_slots
 from kvcompress.steady import steady
 
 Tensor = torch.Tensor
@@ -29,32 +26,14 @@ KERNELS = ("auto", "blockwise")
 MAX_HOLES = 32  # slots emptied in place, one per decode step, before a layer is compacted
 
 
-class Compressor:
+class Compressor(Judge):
     """The runtime of one method in one session: no state of a sequence, which lives in the cache's layers."""
 
     def __init__(self, method: Method, n_layers: int, kernel: str = "auto"):
         if kernel not in KERNELS:
             raise ValueError(f"kernel={kernel!r}; valid: {', '.join(KERNELS)}")
-        self.method = method
+        super().__init__(method, n_layers)
         self.blockwise = kernel == "blockwise"
-        self.parts = method.parts()
-        if self.parts.schedule.unresolved:
-            raise ValueError(
-                f"the schedule {self.parts.schedule} speaks of tokens and needs the model's tokenizer: "
-                "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
-            )
-        self.n_layers = n_layers
-        self.limited = method.limited and self.parts.scorer is not None
-        scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
-        self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
-        self.observing = self.parts.scorer is not None and type(self.parts.scorer).observe is not Scorer.observe
-        self.rotations: list[Rotation] | None = None  # given by the session where parts need `prerope`
-        for name in ("hidden",):
-            if getattr(self.needs, name):
-                raise ValueError(
-                    f"{type(method).__name__} needs {name!r}, which this version's hook layer does not observe"
-                )
-        self.projections: dict[int, torch.nn.Module] = {}  # output projections by layer, where they are needed
         self.kernels: set[str] = set()
         self.clock = Clock()
 
@@ -255,101 +234,6 @@ class Compressor:
             counts = self.parts.allocator.allocate(shown, [layer.stat], seen, self.n_layers, total)[0]
             layer.stat = None
         self._apply(layer, scores, second, positions, counts, rows, forward, cache)
-
-    def _score(
-        self,
-        layer: CompressedLayer,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-        cache: CompressedCache,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Scores, scores of a second stage where there is one, and positions."""
-        scorer = self.parts.scorer
-        assert scorer is not None and cache.cap is not None
-        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
-        positions = observed.positions
-        scores = scorer.score(view, observed, layer.state)
-        if scores.shape != view.positions.shape or scores.dtype != torch.float32:
-            raise ValueError(
-                f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 "
-                f"{tuple(view.positions.shape)}"
-            )
-        second = scorer.second(scores, view, observed)
-        if forward.phase == "prompt":
-            layer.stat = self.parts.allocator.stat(view, observed)
-        return scores, second, positions
-
-    def _staged(
-        self, scores: Tensor, second: Tensor | None, positions: Tensor, counts: Tensor, protection: budgets.Protection
-    ) -> Tensor:
-        """The ranking that heads which keep `counts [B, H_kv]` go by."""
-        scorer = self.parts.scorer
-        if second is None or scorer is None:
-            return scores
-        return staged(scores, second, positions, counts, protection, scorer.first_share, scorer.protected_first)
-
-    def _shown_layer(
-        self,
-        layer: CompressedLayer,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-        cache: CompressedCache,
-    ) -> tuple[LayerView, LayerObserved]:
-        """What a scorer sees of a layer."""
-        positions = layer.positions()
-        view = self._view(layer, positions, forward.phase, self._kept(cache))
-        rotation = None if self.rotations is None else self.rotations[layer.index]
-        projection = self.projections.get(layer.index)
-        return view, LayerObserved(layer, view, positions, probabilities, features, forward, rotation, projection)
-
-    @staticmethod
-    def _kept(cache: CompressedCache) -> Tensor:
-        """Slots per head that each row keeps on average over layers and heads, `[B]`."""
-        assert cache.cap is not None and cache.real is not None
-        return torch.minimum(cache.cap, cache.real)
-
-    def _shown(self, scores: Tensor, positions: Tensor, cache: CompressedCache) -> Tensor:
-        """Scores with protected and empty slots marked, for an allocator that looks at them."""
-        if self.parts.allocator.uniform:
-            return scores
-        return ranked(scores, positions, self._protected(scores.shape[1], cache))
-
-    def _protected(self, heads: int, cache: CompressedCache) -> budgets.Protection:
-        """Sinks and window `[B, H_kv]` of heads that keep what their row keeps on average."""
-        scorer, kept = self.parts.scorer, self._kept(cache)[:, None].expand(-1, heads)
-        assert scorer is not None
-        return budgets.protect(kept, scorer.sinks, scorer.window(kept))
-
-    def _protection(self, counts: Tensor, cache: CompressedCache) -> budgets.Protection:
-        """Sinks and window of heads that keep `counts [B, H_kv]`.
-
-        Where the row's cap is too small for them they shrink for the row; a head that an allocator gives less than the
-        cap still has them whole, as long as they fit.
-        """
-        scorer = self.parts.scorer
-        assert scorer is not None
-        row = self._protected(counts.shape[1], cache)
-        asked = scorer.window(counts)
-        window = torch.where(row.clamped, torch.minimum(asked, row.window), asked)
-        head = budgets.protect(counts, row.sinks, window, spare=0)
-        return budgets.Protection(head.sinks, head.window, head.clamped | row.clamped)
-
-    def _view(self, layer: CompressedLayer, positions: Tensor, phase: str, kept: Tensor) -> LayerView:
-        real = layer.holder().real
-        assert real is not None
-        return LayerView(
-            layer=layer.index,
-            n_layers=self.n_layers,
-            read=layer.keys_values,
-            positions=positions.expand(-1, layer.held().heads, -1),
-            real=real,
-            kept=kept,
-            phase=phase,
-            group=layer.group,
-            leader=functools.partial(layer.holder().leader, layer.index),
-        )
 
     def _apply(
         self,
