@@ -128,6 +128,10 @@ class Ruler(Task):
             facts["words"] = ruler.word_lists(self.words)[0]
         return facts
 
+    def settings(self) -> dict[str, Any]:
+        # where the questions lie is no setting: what they are is in the fingerprint
+        return {name: value for name, value in super().settings().items() if name != "source"}
+
     def _writer(self, tokenizer: Any, length: int) -> ruler.Writer:
         about = self.about
         if about["kind"] == "niah":
