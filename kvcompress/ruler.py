@@ -7,6 +7,7 @@ generator state and number give the same text, and one more unit makes it longer
 from __future__ import annotations
 
 import json
+import math
 import random
 import string
 import uuid
@@ -116,7 +117,7 @@ def word_lists(source: str) -> tuple[str, tuple[str, ...], tuple[str, ...], tupl
         )
     except ImportError as error:
         if source == "wonderwords":
-            raise ValueError("task.words=wonderwords, but it is not installed: pip install wonderwords") from error
+            raise ValueError("task.words=wonderwords, but it is not installed: pip install 'kvcompress[ruler]'") from error
         name, adjectives, nouns, verbs = "builtin", tuple(ADJECTIVES), tuple(NOUNS), ()
     adjectives, nouns, verbs = (
         tuple(word.strip() for word in words if word.strip()) for words in (adjectives, nouns, verbs)
@@ -300,15 +301,16 @@ class FrequentWords:
 
     @property
     def least(self) -> int:
-        # the third word must come more often than the fourth: its share of the units, k = 4 against k = 5
-        units = 1
-        while self._counts(units, 5)[3] <= self._counts(units, 5)[4]:
-            units += 1
-        return units
+        # from here on the third word (k = 4) comes more often than the fourth (k = 5), whatever the rounding
+        alpha = float(self.about["alpha"])
+        return math.ceil(self._zeta() / (4**-alpha - 5**-alpha))
+
+    def _zeta(self) -> float:
+        alpha = torch.tensor(float(self.about["alpha"]), dtype=torch.float64)
+        return float(torch.special.zeta(alpha, torch.ones_like(alpha)))
 
     def _counts(self, units: int, words: int) -> list[int]:
-        alpha = float(self.about["alpha"])
-        zeta = float(torch.special.zeta(torch.tensor(alpha, dtype=torch.float64), torch.tensor(1.0)))
+        alpha, zeta = float(self.about["alpha"]), self._zeta()
         return [int(units * k**-alpha / zeta) for k in range(1, words + 1)]
 
     def write(self, number: int, rng: random.Random, units: int) -> Text:
