@@ -117,7 +117,9 @@ def word_lists(source: str) -> tuple[str, tuple[str, ...], tuple[str, ...], tupl
         )
     except ImportError as error:
         if source == "wonderwords":
-            raise ValueError("task.words=wonderwords, but it is not installed: pip install 'kvcompress[ruler]'") from error
+            raise ValueError(
+                "task.words=wonderwords, but it is not installed: pip install 'kvcompress[ruler]'"
+            ) from error
         name, adjectives, nouns, verbs = "builtin", tuple(ADJECTIVES), tuple(NOUNS), ()
     adjectives, nouns, verbs = (
         tuple(word.strip() for word in words if word.strip()) for words in (adjectives, nouns, verbs)
