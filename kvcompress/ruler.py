@@ -6,7 +6,6 @@ generator state and number give the same text, and one more unit makes it longer
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import string
@@ -15,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, count, cycle, islice, product
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from kvcompress.haystack import ADJECTIVES, NOISE, NOUNS, split_sentences
+from kvcompress.questions import Question
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE_LINE = " ".join(NOISE)
@@ -328,16 +327,6 @@ class FrequentWords:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question, its answers, the documents that hold them, and documents of the same article."""
-
-    query: str
-    answers: tuple[str, ...]
-    documents: tuple[int, ...]
-    more: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Quiz:
     """Questions about one of many documents; units are documents. Sample i asks question i."""
 
@@ -363,53 +352,3 @@ class Quiz:
         rng.shuffle(chosen)
         context = "\n\n".join(f"Document {i}:\n{self.documents[at]}" for i, at in enumerate(chosen, 1))
         return _text(self.about, context, question.answers, query=question.query)
-
-
-# ---------------------------------------------------------------------- question files
-
-
-@lru_cache(maxsize=4)
-def read_questions(path: Path, reader: str) -> tuple[tuple[Question, ...], tuple[str, ...]]:
-    """Questions and all documents of a SQuAD 2.0 or HotpotQA (distractor) development file, as JSON.
-
-    Raises:
-        ValueError: no such file, no JSON, or other fields than those of the data set.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        questions, documents = (_squad if reader == "squad" else _hotpotqa)(data)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no {reader} file: {type(error).__name__} {error}") from error
-    if not questions:
-        raise ValueError(f"{path} holds no question that has an answer")
-    return tuple(questions), tuple(documents)
-
-
-def _squad(data: Any) -> tuple[list[Question], list[str]]:
-    documents = sorted({p["context"] for article in data["data"] for p in article["paragraphs"]})
-    at = {document: i for i, document in enumerate(documents)}
-    questions = []
-    for article in data["data"]:
-        here = [at[p["context"]] for p in article["paragraphs"]]
-        for p in article["paragraphs"]:
-            own = at[p["context"]]
-            more = tuple(i for i in here if i != own)
-            for qa in p["qas"]:
-                if not qa.get("is_impossible", False):
-                    answers = tuple(answer["text"] for answer in qa["answers"])
-                    questions.append(Question(qa["question"], answers, (own,), more))
-    return questions, documents
-
-
-def _hotpotqa(data: Any) -> tuple[list[Question], list[str]]:
-    def written(row: Any) -> list[str]:
-        return [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
-
-    documents = sorted({document for row in data for document in written(row)})
-    at = {document: i for i, document in enumerate(documents)}
-    questions = [
-        Question(row["question"], (row["answer"],), tuple(at[document] for document in written(row))) for row in data
-    ]
-    return questions, documents

@@ -20,6 +20,7 @@ import yaml
 
 from kvcompress import jsonl, metrics, prompts, ruler
 from kvcompress.haystack import load_haystack
+from kvcompress.questions import read_questions
 from kvcompress.task import Sample, Task, Turn
 
 
@@ -120,7 +121,7 @@ class Ruler(Task):
         about, facts = self.about, {}
         if about["kind"] == "qa":
             path = self.file()
-            ruler.read_questions(path, about["reader"])  # refused here if broken, before a model is loaded
+            read_questions(path, about["reader"])  # refused here if broken, before a model is loaded
             facts["data"] = jsonl.content_hash(path)
         if about.get("haystack") == "essay":
             facts["haystack"] = _essay(self.data, self.essays)[0]
@@ -147,7 +148,7 @@ class Ruler(Task):
             return ruler.CommonWords(about, ruler.word_lists(self.words)[3], length < ruler.SHORT)
         if about["kind"] == "freq_words_extraction":
             return ruler.FrequentWords(about, (length - self.answer_tokens) // 50)
-        return ruler.Quiz(about, *ruler.read_questions(self.file(), about["reader"]))
+        return ruler.Quiz(about, *read_questions(self.file(), about["reader"]))
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Lengths, then samples. The needles, chains and words of a sample are the same at every length."""
