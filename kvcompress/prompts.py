@@ -70,7 +70,14 @@ def cut_ids(ids: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 def build(
-    tokenizer: Any, text: str, tail: str, template: str, limit: int | None, truncation: str, hide: bool
+    tokenizer: Any,
+    text: str,
+    tail: str,
+    template: str,
+    limit: int | None,
+    truncation: str,
+    hide: bool,
+    answer: str = "",
 ) -> Prompt:
     """Cut, wrap and tokenise a prompt, and part it where `tail` (the question and what follows) begins.
 
@@ -79,6 +86,7 @@ def build(
         template: as `resolve_template` takes it.
         limit: at most this many tokens, or None. With truncation "text" before the wrapper, as published; with
             "tokens" all of them, exactly.
+        answer: start of the answer, after the wrapper; the model continues it.
         hide: part the prompt at the tail. The ids are the same; a token that spans the border goes to the question.
 
     Raises:
@@ -92,6 +100,7 @@ def build(
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
+    text += answer
     encoded = tokenizer(text, add_special_tokens=kind == "none", return_offsets_mapping=hide)
     ids = list(encoded["input_ids"])
     border = len(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def estimate(groups: Sequence[Group], load: Callable[[DictConfig], tuple[Any, An
         model, tokenizer = load(first.config)
         if id(model) not in speeds:
             speeds = {id(model): calibrate(model)}
-        samples = list(first.task.samples(tokenizer))[: first.config.limit]
+        samples = list(islice(first.task.samples(tokenizer), first.config.limit))
         left = [[cell for cell in todo if sample.id not in rows_of(cell)] for sample in samples]
         runs = sum(map(len, left))
         prefills = sum(bool(cells) for cells in left) if group.shared else runs

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class Worker:
         first = group.cells[0]
         try:
             model, tokenizer = self.load(first.config)
-            samples = list(first.task.samples(tokenizer))[: first.config.limit]
+            samples = list(islice(first.task.samples(tokenizer), first.config.limit))
             ends = models.eos_ids(model, tokenizer)
         except Exception as fault:
             for cell in open_cells(group):
