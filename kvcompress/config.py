@@ -20,6 +20,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvcompress import models
@@ -219,7 +221,31 @@ def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
         expanded.append(override)
     if several and not {"-m", "--multirun"} & set(expanded):
         expanded.insert(0, "-m")
-    return expanded
+    return _per_cell(expanded)
+
+
+def _per_cell(overrides: list[str]) -> list[str]:
+    """Settings of a group that is swept, as settings of each cell.
+
+    Hydra first composes what all cells have in common, with the group's default: `task=a,b task.x=1` would fail there
+    if the default task has no x.
+    """
+    parser = OverridesParser.create()
+    swept: set[str] = set()
+    plain: set[str] = set()
+    for override in overrides:
+        try:
+            parsed = parser.parse_override(override)
+        except HydraException:  # flags, and what Hydra itself will refuse
+            continue
+        (swept if parsed.is_sweep_override() else plain).add(override)
+    groups = tuple(f"{override.partition('=')[0]}." for override in swept if override.partition("=")[0] in GROUPS)
+    if not groups:
+        return overrides
+    return [
+        f"{key}=choice({value})" if text in plain and text.startswith(groups) else text
+        for text, key, value in ((override, *override.partition("=")[::2]) for override in overrides)
+    ]
 
 
 def check_overrides(overrides: Sequence[str], folder: Path) -> None:

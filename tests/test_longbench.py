@@ -226,6 +226,20 @@ def test_a_suite_is_all_its_data_sets():
     assert config.expand_suites(["task=needle", "method=full"], folder) == ["task=needle", "method=full"]
 
 
+def test_settings_of_a_swept_group_belong_to_its_cells():
+    """Hydra composes what is common with the group's default first, which may not have the setting."""
+    folder = config_folder()
+    common = ["-m", "task=longbench/qasper,longbench/trec", "task.max_length=2000", "budget=0.5", "model=random/llama"]
+    expected = ["-m", "task=longbench/qasper,longbench/trec", "task.max_length=choice(2000)", "budget=0.5"]
+    assert config.expand_suites(common, folder) == [*expected, "model=random/llama"]
+    one = ["task=longbench/qasper", "task.max_length=2000", "method.window=16"]
+    assert config.expand_suites(one, folder) == one
+    lists = config.expand_suites(
+        ["-m", "task=needle,ruler/vt", "task.lengths=[100,200]", "task.question=seen,hidden"], folder
+    )
+    assert lists[2:] == ["task.lengths=choice([100,200])", "task.question=seen,hidden"]
+
+
 def config_folder():
     from pathlib import Path
 
