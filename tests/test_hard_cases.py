@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import make
+from helpers import EVICTING, as_published, make
 from small_models import random_ids, small_model
 from transformers import DynamicCache
 
 from kvcompress import compress
-from kvcompress.method import Schedule
+from kvcompress.method import Chunked, Schedule
 from kvcompress.methods import H2O, TOVA, Full, SnapKV, StreamingLLM
+from kvcompress.methods.snapkv import WindowScorer
 
 
 @pytest.mark.parametrize("architecture", ["cohere2", "gemma3_text", "gpt_oss", "qwen3"])
@@ -271,3 +273,38 @@ def test_generate_in_chunks_takes_left_padded_rows():
         assert session.report()["active"]
         with pytest.raises(ValueError, match="no real token"):
             model.generate(ids, attention_mask=torch.zeros_like(ids), **options)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_queries_that_lost_all_they_saw_say_nothing(name, chunk):
+    """Chunks shorter than the window, at a small share: scores stay numbers when a query's every key is gone."""
+    method = as_published(name, 0.1).replace(prefill=Chunked(chunk), schedule=Schedule(every=5))
+    with compress(small_model(), method) as session:
+        session.prefill(random_ids(1, 60))
+        session.generate(12)
+        assert session.cache.kept_tokens().double().mean() < 12
+
+
+@torch.no_grad()
+def test_the_attention_of_a_query_that_lost_all_it_saw_is_zero():
+    """Such a query gives every slot 0, as one with an attention sink does, and the others keep their softmax."""
+    seen = []
+
+    @dataclass(frozen=True)
+    class Looking(WindowScorer):
+        def votes(self, view, observed):
+            attention, valid = observed.window(self.size)
+            assert valid.all()
+            seen.append(attention)
+            return attention.sum(3)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Looks(SnapKV):
+        def make_scorer(self):
+            return Looking(8, 1, "avg")
+
+    with compress(small_model(), Looks(budget=0.1, window=8, prefill=Chunked(8))) as session:
+        session.prefill(random_ids(1, 14))  # a chunk of 8 leaves 1 token, which some of the window's queries saw
+    sums = torch.cat([attention.sum(-1).flatten() for attention in seen])
+    assert bool((sums == 0).any()) and torch.allclose(sums[sums > 0], torch.ones_like(sums[sums > 0]))
