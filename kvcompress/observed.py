@@ -72,7 +72,8 @@ class LayerObserved(Observed):
         """Attention of some of the window's queries, `[B, H_kv, G, n, P]`, and which are real, `[B, n]`."""
         allowed = visible(self.positions, at, self.features.window)
         _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features)
-        return p.masked_fill((at < 0)[:, None, None, :, None], 0.0), at >= 0
+        blind = ~allowed.any(-1) | (at < 0)[:, None]  # all that a query of an earlier chunk saw may be gone
+        return p.masked_fill(blind[:, :, None, :, None], 0.0), at >= 0
 
     @property
     def mass(self) -> Tensor:

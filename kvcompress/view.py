@@ -101,8 +101,9 @@ class Observed(ABC):
         """Attention of the last `size` real queries of each row.
 
         Returns:
-            probabilities `[B, H_kv, G, size, P]`, softmax over all slots visible to that query (0 elsewhere), and a
-            bool `[B, size]` that is False where the row has fewer real queries than `size`.
+            probabilities `[B, H_kv, G, size, P]`, softmax over all slots visible to that query (0 elsewhere, and for a
+            query that nothing is left of which it saw), and a bool `[B, size]` that is False where the row has fewer
+            real queries than `size`.
         """
 
     @abstractmethod

@@ -59,7 +59,7 @@ class PersistenceScorer(Scorer):
     def _votes(self, attention: Tensor, seen: Tensor) -> Tensor:
         """What each query says of each slot `[B, H_kv, n, P]`, from its attention `[B, H_kv, G, n, P]`.
 
-        A query of which all that it sees is gone has no attention (NaN) and says nothing.
+        A query that nothing is left of which it saw says nothing.
         """
         share = reduce_group(attention, self.group_reduce)
         if self.rule == "sum":

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import make
+from helpers import EVICTING, as_published, make
 from small_models import random_ids, small_model
 from transformers import DynamicCache
 
 from kvcompress import compress
-from kvcompress.method import Schedule
+from kvcompress.method import Chunked, Needs, Schedule
 from kvcompress.methods import H2O, TOVA, Full, SnapKV, StreamingLLM
+from kvcompress.methods.streaming_llm import RecencyScorer
 
 
 @pytest.mark.parametrize("architecture", ["cohere2", "gemma3_text", "gpt_oss", "qwen3"])
@@ -271,3 +273,42 @@ def test_generate_in_chunks_takes_left_padded_rows():
         assert session.report()["active"]
         with pytest.raises(ValueError, match="no real token"):
             model.generate(ids, attention_mask=torch.zeros_like(ids), **options)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_queries_that_lost_all_they_saw_say_nothing(name, chunk):
+    """Chunks shorter than the window, at a small share: scores stay numbers when a query's every key is gone."""
+    method = as_published(name, 0.1).replace(prefill=Chunked(chunk), schedule=Schedule(every=5))
+    with compress(small_model(), method) as session:
+        session.prefill(random_ids(1, 60))
+        session.generate(12)
+        assert session.cache.kept_tokens().double().mean() < 12
+
+
+@torch.no_grad()
+def test_the_attention_of_a_query_that_lost_all_it_saw_is_zero():
+    """Such a query gives every slot 0, as one with an attention sink does; the others keep their softmax."""
+    seen = []
+
+    class Looking(RecencyScorer):
+        needs = Needs(window=8)
+
+        def score(self, view, observed, state):
+            attention, valid = observed.window(8)
+            assert valid.all()
+            seen.append(attention.sum(-1))
+            return super().score(view, observed, state)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Looks(StreamingLLM):
+        def make_scorer(self):
+            return Looking(0)
+
+    method = Looks(budget=0.1, positions="original", decode=False, prefill=Chunked(8))
+    with compress(small_model(), method) as session:
+        session.prefill(
+            random_ids(1, 9)
+        )  # of the first 8 only the last is left, which the queries before it did not see
+    for sums in seen[-3:]:
+        assert torch.allclose(sums, torch.tensor([0.0, 0, 0, 0, 0, 0, 1, 1]).expand_as(sums))
