@@ -1,15 +1,16 @@
 """From a solution's text to its final answer, and whether that equals the expected one.
 
 What is said explicitly counts, in this order: the last `\\boxed{…}` (braces matched), a `#### …` line, "the answer is …"
-or "Final answer: …". Only of an output that came to its end may the last line stand in for these: what was cut off has
-numbers, but no answer. Equality is that of texts up to notation, of numbers up to commas, currency and units, and
-otherwise math-verify's (latex to sympy, with a time limit).
+or "Final answer: …", a line "A: …". Only of an output that came to its end may the last line stand in for these: what
+was cut off has numbers, but no answer. Equality is that of texts up to notation, of numbers up to commas, currency and
+units, and otherwise math-verify's (latex to sympy, with a time limit).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import re
 import threading
 from dataclasses import dataclass
@@ -19,13 +20,18 @@ from typing import Any
 
 OPEN, CLOSE = "<think>", "</think>"
 TIMEOUT_S = 5  # of one comparison; math-verify's own default
+LONGEST = 1000  # characters of an answer that are compared by more than their text
 BOXES = ("\\boxed", "\\fbox")
 SAID = re.compile(r"(?:final\s+answer|the\s+answer|answer)\**\s*(?:is|:)\**\s*:?\s*(.+)", re.IGNORECASE)
+REASON = re.compile(r",?\s+(?:because|since|as|so|which|where)\b.*", re.IGNORECASE)  # what follows an answer is none
+LETTERED = re.compile(r"^\s*A:\s*(.+)", re.MULTILINE)
 HASHES = re.compile(r"^\s*####\s*(.+?)\s*$", re.MULTILINE)
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|textit)\s*\{([^{}]*)\}")
+SEVERAL = re.compile(r",\s|;|\b(?:and|or)\b")
 BASE = re.compile(r"\d_\{?(\d+)\}?$")
-MATHEMATICAL = frozenset("pi sqrt sin cos tan cot log ln exp inf infinity infty or and mod frac times".split())
+SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+MATHEMATICAL = frozenset("not pi sqrt sin cos tan cot log ln exp inf infinity infty or and mod frac times".split())
 
 
 def available() -> bool:
@@ -56,18 +62,19 @@ def judge(gold: str, text: str, finished: bool = True, thinking: bool = False) -
 
 def final_answer(text: str, finished: bool = True, thinking: bool = False) -> str | None:
     """The final answer that a text gives, or None. What is inside a thinking part is not one."""
-    if CLOSE in text:
-        text = text.rpartition(CLOSE)[2]
-    elif thinking or OPEN in text:
+    _, closed, after = text.rpartition(CLOSE)
+    if OPEN in after or (thinking and not closed):
         return None
+    text = after
     box = last_box(text)
     if box is not None:
         return box or None
     said = text if finished else text.rpartition("\n")[0]  # the last line may have lost its end
-    for pattern in (HASHES, SAID):
+    for pattern in (HASHES, SAID, LETTERED):
         found = pattern.findall(said)
         if found:
-            return _trimmed(found[-1]) or None
+            answer = found[-1] if pattern is HASHES else REASON.sub("", found[-1])
+            return _trimmed(answer) or None
     lines = [line for line in text.splitlines() if line.strip()]
     return (_trimmed(lines[-1]) or None) if finished and lines else None
 
@@ -107,15 +114,17 @@ def equal(gold: str, answer: str) -> bool:
     wanted, got = plain(gold), plain(answer)
     if not got:
         return False
-    if wanted == got:
+    if wanted == got or (wanted.isalpha() and len(wanted) > 1 and wanted.casefold() == got.casefold()):
         return True
+    if len(answer) > LONGEST:  # minutes of a parser's time, and more digits than Python converts
+        return False
     bases = [BASE.findall(side) for side in (wanted, got)]
     if all(bases) and bases[0] != bases[1]:  # which math-verify does not look at
         return False
     number = as_number(gold)
     if number is not None:
         found = as_number(answer)
-        if found is None and "=" in answer:
+        if found is None and "=" in answer and not SEVERAL.search(answer):
             found = as_number(answer.rpartition("=")[2])
         if found is not None:
             return number == found
@@ -132,7 +141,7 @@ def plain(text: str) -> str:
         *(("^{\\circ}", ""), ("^\\circ", ""), ("\\%", ""), ("%", ""), ("\\$", ""), ("$", "")),
     ):
         text = text.replace(old, new)
-    return "".join(text.split())
+    return "".join(re.sub(r"(?<=\d)\s+(?=\d)", "_ ", text).split())  # 1 2 is not 12
 
 
 def as_number(text: str) -> Fraction | None:
@@ -152,12 +161,13 @@ def as_number(text: str) -> Fraction | None:
     words = re.findall(r"[A-Za-z]{2,}", text)
     if "\\" in text or any(word.lower() in MATHEMATICAL for word in words):
         return None
+    scale = math.prod(SCALES.get(word.lower(), 1) for word in words)
     text = re.sub(r"(?<![A-Za-z])[A-Za-z]{2,}(?:\s*(?:\^\{?\d\}?|/))?", " ", text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
     text = re.sub(r"^([-+]) (?=[\d.])", r"\1", text)
     if not text or not NUMBER.fullmatch(text) or not any(char.isdigit() for char in text):
         return None
-    return Fraction(text.replace(",", ""))
+    return Fraction(text.replace(",", "")) * scale
 
 
 @lru_cache(maxsize=4096)

@@ -50,7 +50,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):

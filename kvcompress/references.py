@@ -1,18 +1,20 @@
 """What the uncompressed model does with a sample: made once per sample and sweep, kept beside the runs it is for.
 
-`<sweep>/.references/<key>.safetensors`; the folder may be deleted at any time.
+`<sweep>/.references/<key>.safetensors`; the folder may be deleted at any time. A damaged file is made anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from kvcompress.method import Method
 from kvcompress.record import digest
@@ -52,11 +54,23 @@ class References:
         return {name: value.detach().cpu().contiguous() for name, value in made.items()}
 
 
+def _checksum(value: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of names, forms and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(value.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def _read(path: Path) -> dict[str, torch.Tensor] | None:
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            value = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            wanted = (file.metadata() or {}).get("sha256")
     except (OSError, SafetensorError):  # not there, or cut short by a full disk
         return None
+    return value if wanted == _checksum(value) else None  # safetensors itself does not notice a changed byte
 
 
 def _write(path: Path, value: dict[str, torch.Tensor]) -> None:
@@ -64,7 +78,7 @@ def _write(path: Path, value: dict[str, torch.Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(value, temporary)
+        save_file(value, temporary, metadata={"sha256": _checksum(value)})
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -144,6 +144,8 @@ def sweep(args: argparse.Namespace) -> int:
     methods = args.methods.split(",") if args.methods else METHODS
     budgets = [json.loads(budget) for budget in args.budgets.split(",")] if args.budgets else BUDGETS
     modes = args.modes.split(",") if args.modes else list(MODES)
+    if not set(modes) <= set(MODES):
+        raise ValueError(f"--modes {args.modes!r}; valid: {', '.join(MODES)}")
     console, totals = Console(width=140), []
     with measure.threads(args.threads) as threads, tempfile.TemporaryDirectory() as folder:
         console.print(
@@ -325,7 +327,6 @@ def write(args: argparse.Namespace, facts: dict, rows: list) -> None:
 if __name__ == "__main__":
     options = parse()
     try:
-        sys.exit({"overhead": overhead, "chunked": chunked, "sweep": sweep}[options.command](options))
         commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation, "sweep": sweep}
         sys.exit(commands_of[options.command](options))
     except (ValueError, OSError) as error:

@@ -39,7 +39,7 @@ def read_texts(path: Path, field: str) -> tuple[tuple[str, str], ...]:
         ValueError: names the file, and the line that is no record or lacks the field.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task.texts={path}: {error}; a JSON Lines file, absolute or inside paths.data") from None
     found = []

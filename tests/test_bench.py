@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,19 @@ def test_the_command_prints_a_table_and_writes_everything_to_json(script, tmp_pa
     assert [r["check"] for r in content["rows"]] == ["prefill", "decode"]
     assert status == int(any(r["verdict"] == "missed" for r in content["rows"]))
     assert content["hardware"]["torch"] == torch.__version__ and content["settings"]["pairs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("overhead --only prefil", "valid: prefill"),
+        ("chunked --methods Snap", "Snap"),
+        ("generation --methods rvk", "'rvk' is unknown"),
+        ("sweep --modes none", "'none'; valid"),
+    ],
+)
+def test_every_command_is_reached_from_the_command_line(arguments, said, monkeypatch):
+    """Each refuses what it does not know, before a model is loaded."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments.split(), "--model", "random/llama"])
+    with pytest.raises(SystemExit, match=said):
+        runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "bench.py"), run_name="__main__")

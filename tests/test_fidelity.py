@@ -13,6 +13,7 @@ import torch
 from helpers import EVICTING, make
 from hydra import compose, initialize_config_dir
 from rich.console import Console
+from safetensors.torch import save_file
 from small_models import random_ids, small_model
 
 import kvcompress.conf
@@ -20,7 +21,7 @@ from kvcompress import compress, config, load
 from kvcompress.method import Method, Schedule
 from kvcompress.methods import H2O, Full, SnapKV
 from kvcompress.random_models import byte_tokenizer
-from kvcompress.references import FOLDER, References
+from kvcompress.references import FOLDER, References, _read
 from kvcompress.run import Runner
 from kvcompress.task import Sample, Turn
 from kvcompress.tasks import Fidelity
@@ -237,6 +238,48 @@ def test_one_run_of_the_full_model_per_text_serves_all_cells(cell, runner, tmp_p
     assert len(calls) == 4  # a damaged reference is made again
     runner(cell("method=tova", "budget=0.5", "seed=1"))
     assert len(calls) == 6  # and another seed's texts are others
+
+
+def change_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 64
+    path.write_bytes(bytes(content))
+
+
+def save_less(path):
+    save_file({"tokens": torch.zeros(3, dtype=torch.long)}, path)
+
+
+@pytest.mark.parametrize("damage", [change_a_byte, save_less, Path.unlink])
+def test_a_reference_that_was_damaged_is_made_again(damage, tmp_path):
+    """Even where the file is well-formed: a changed byte of the logits would pass for a drift of the method."""
+    model, tokenizer = load("random/llama", dtype="float32", device="cpu")
+    task = Fidelity(**SHORT)
+    sample, references = next(iter(task.samples(tokenizer))), References(tmp_path, "key")
+    first = references.attach(task, sample, model).reference
+    (file,) = (tmp_path / FOLDER).iterdir()
+    assert torch.equal(_read(file)["logits"], first["logits"])
+    damage(file)
+    assert _read(file) is None
+    again = references.attach(task, sample, model).reference
+    assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
+    assert [one.name for one in (tmp_path / FOLDER).iterdir()] == [file.name] and _read(file) is not None
+
+
+@torch.no_grad()
+def test_perplexities_are_those_of_transformers_alone(cell, runner):
+    """Of the full model over the continuation, given the prompt: one forward without any of our code."""
+    found = runner(cell("method=streamingllm", "budget=0.5"))
+    model, tokenizer = load("random/llama", dtype="float32", device="cpu")
+    task = Fidelity(**SHORT)
+    losses = []
+    for sample in task.samples(tokenizer):
+        prompt, forced = list(sample.segments[0]), list(sample.turns[0].ids)
+        logits = model(torch.tensor([prompt + forced])).logits[0, len(prompt) - 1 : -1].double()
+        losses += torch.nn.functional.cross_entropy(logits, torch.tensor(forced), reduction="none").tolist()
+    expected = math.exp(sum(losses) / len(losses))
+    assert found.record["metrics.perplexity_full"] == pytest.approx(expected, rel=1e-5)
+    assert found.record["metrics.perplexity"] != pytest.approx(expected, rel=1e-5)
 
 
 def test_the_record_sums_up_the_drift_and_its_course(cell, runner):

@@ -17,6 +17,7 @@ from kvcompress.random_models import byte_tokenizer
 from kvcompress.report.cli import main as report
 from kvcompress.run import Runner
 from kvcompress.tasks import AIME24, GSM8K, MATH500, TASKS
+from kvcompress.tasks.fidelity import read_texts
 
 FOLDER = Path(kvcompress.conf.__file__).resolve().parent
 ROWS = [
@@ -77,6 +78,14 @@ def test_fields_may_be_named_problem_and_answers_may_be_numbers(tmp_path):
         ("How many?", "27"),
         ("How much?", "\\frac{1}{2}"),
     ]
+
+
+def test_a_record_ends_where_its_line_ends(tmp_path):
+    """Not at separators that JSON allows inside a string, such as U+2028 or U+0085."""
+    path, text = tmp_path / "odd.jsonl", "One.\u2028Two.\u0085How many?"
+    path.write_text(json.dumps({"question": text, "text": text, "answer": "2"}, ensure_ascii=False), encoding="utf-8")
+    assert [one.question for one in MATH500(path=str(path)).problems()] == [text]
+    assert [found for _, found in read_texts(path, "text")] == [text]
 
 
 def test_the_data_folder_is_taken_before_the_hub(tmp_path, monkeypatch):
