@@ -194,7 +194,7 @@ class RunFolder:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a `samples.jsonl`; damaged ones are left out."""
+    """Whole lines of a `samples.jsonl` with id and score; damaged ones are left out."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -202,7 +202,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(row, dict) and "id" in row and "score" in row:
+        if isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("score"), (int, float)):
             yield row
 
 

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvcompress import models, record
+from kvcompress.budget import NotTogether
 from kvcompress.config import check_overrides, expand_suites, folder, register
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
 from kvcompress.launcher.dry import estimate
@@ -70,7 +71,8 @@ class Runner:
             return self.outcomes[first:]
         if elsewhere is not None:
             number = {id(cell): index for index, cell in enumerate(made) if cell is not None}
-            self._collect(groups, elsewhere([[number[id(cell)] for cell in group.cells] for group in groups]))
+            due = [group for group in groups if not self._finished(group)]
+            self._collect(due, elsewhere([[number[id(cell)] for cell in group.cells] for group in due]))
             return self.outcomes[first:]
         try:
             busy = [group for group in groups if self._group(group, options)]
@@ -80,6 +82,16 @@ class Runner:
             for cell in cells:
                 cell.release()
         return self.outcomes[first:]
+
+    def _finished(self, group: Group) -> bool:
+        """True if no cell of a group has anything to do; then what became of them is said here."""
+        found = [cell.look() for cell in group.cells]
+        if not all(found):
+            return False
+        for outcome in found:
+            assert outcome is not None
+            self._settled(outcome)
+        return True
 
     def _collect(self, groups: Sequence[Group], ended: Iterator[tuple[int, list[Outcome] | BaseException]]) -> None:
         """Outcomes of groups that other processes run; a process that died leaves its unfinished cells failed."""
@@ -96,9 +108,10 @@ class Runner:
         """The cell of a configuration, or None where it is refused or the same as an earlier one."""
         try:
             cell = Cell(config)
-        except (ValueError, TypeError) as error:
-            named = str(OmegaConf.select(config, "method.name")), config.budget
-            self._settled(Outcome(*named, status="refused", note=str(error)))
+        except Exception as error:  # whatever a task's data or a setting does, the other cells are not to blame
+            status = "dropped" if isinstance(error, NotTogether) else "refused"
+            note = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
+            self._settled(Outcome(str(OmegaConf.select(config, "method.name")), config.budget, status, note=note))
             return None
         key = (str(cell.folder.path.parent), cell.run_id)
         if key in self._seen:
@@ -183,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `status=results/<sweep>` shows what there is of a sweep instead.
 
-    0 all cells finished (now or before), 1 a cell failed, 2 a name on the command line is unknown, 130 interrupted.
+    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 a name on the command line is unknown, 130 interrupted.
     """
     import hydra
     from transformers.utils import logging as transformers_logging
@@ -231,12 +244,13 @@ def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = F
     if stored:
         leaderboard([dict(found) for found in stored], terminal())
     for outcome in outcomes:
-        if outcome.failed or outcome.status in ("stale", "running"):
+        if outcome.failed or outcome.status in ("stale", "running", "dropped"):
             text = f"{outcome.status}: {outcome.method} budget {outcome.budget} {outcome.run_id} {outcome.note}"
             console.print(text, style="red" if outcome.failed else "yellow", highlight=False, markup=False)
     if interrupted:
         return 130
-    return 1 if any(outcome.failed for outcome in outcomes) else 0
+    dropped = bool(outcomes) and all(outcome.status == "dropped" for outcome in outcomes)
+    return 1 if dropped or any(outcome.failed for outcome in outcomes) else 0
 
 
 def _latest(outcome: Outcome) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ class Lock:
     def release(self) -> None:
         """Give the lock back, if it is ours, and take the file away."""
         if self._file is not None:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder may be gone, or no longer ours to write
+                self.path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = None
 

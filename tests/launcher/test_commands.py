@@ -13,7 +13,7 @@ from sweeps import SHARED, SHORT, TOGETHER, cell, cells, left, sweep
 
 from kvcompress import config, models, record
 from kvcompress.launcher import work
-from kvcompress.launcher.cell import Cell
+from kvcompress.launcher.cell import Cell, check
 from kvcompress.launcher.check import difference
 from kvcompress.launcher.status import cells_of, show
 from kvcompress.run import Options, main
@@ -188,13 +188,42 @@ def test_cells_take_turns_where_memory_is_limited(tmp_path, monkeypatch):
     assert left(tmp_path / "free") == left(tmp_path / "tight")
 
 
-@pytest.mark.parametrize("name", ["quick", "needle_grid", "matched_budgets", "efficiency"])
-def test_every_preset_is_made_of_legal_cells(tmp_path, name):
+PRESETS = config.options("experiment", config.folder())
+
+
+def test_the_presets_are_all_there():
+    """Those a study is begun with, by name."""
+    wanted = {"demo", "quick", "needle_grid", "matched_budgets", "efficiency", "eviction", "slope", "fidelity", "rag"}
+    assert wanted | {"longbench_small", "longbench_full", "reasoning", "reasoning_small"} <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_made_of_legal_cells(name):
+    """Each of its tasks with its settings, each method with each budget; no folder is named by two presets."""
     params = OmegaConf.load(config.folder() / "experiment" / f"{name}.yaml").hydra.sweeper.params
+    methods = sorted(config.method_classes()) if params.method == "glob(*)" else params.method.split(",")
+    tasks = str(params.get("task", "")).split(",")
     with config.composing() as compose:
-        for method in str(params.method).split(","):
-            made = compose([f"experiment={name}", f"paths.results={tmp_path}", f"method={method}"])
-            assert made.sweep.name == name
-            for budget in str(params.budget).split(","):
-                made.budget = float(budget)
-                assert 0 < Cell(made).method.budget <= 1
+        made = compose([f"experiment={name}", f"method={methods[0]}", *([f"task={tasks[0]}"] if tasks[0] else [])])
+    check(made)
+    assert made.sweep.name == name and made.model.name == "smollm2"
+    assert set(tasks) <= {"", *config.options("task", config.folder())}
+    for task in tasks:
+        if "/" in task:  # the tasks of a suite have the same settings
+            made.task.name = task
+        assert config.build_task(made).name in (task or made.task.name)
+    for method in methods:
+        made.method = OmegaConf.create({"name": method})
+        for budget in str(params.budget).split(","):
+            made.budget = json.loads(budget)
+            assert config.build_method(made).budget == made.budget
+
+
+def test_presets_are_what_their_names_say():
+    """All data sets of LongBench; documents compressed before the question."""
+    params = OmegaConf.load(config.folder() / "experiment" / "longbench_full.yaml").hydra.sweeper.params
+    assert sorted(params.task.split(",")) == [name for name in config.options("task", config.folder()) if "longbench/" in name]
+    with config.composing() as compose:
+        assert compose(["experiment=rag", "task=longbench/musique"]).task.question == "hidden"
+        small = compose(["experiment=longbench_small", "task=longbench/lcc"])
+        assert small.limit == 5 and small.task.max_length == 2000
