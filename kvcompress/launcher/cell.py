@@ -263,7 +263,7 @@ class Cell:
         }
         self.folder.finish(written)
         with locked(self.folder.path.parent / ".lock"):
-            record.fill_deltas(self.folder.path.parent)
+            record.fill_deltas(self.folder.path.parent, self.run_id)
         written = self.folder.record() or written
         self.settle(written["status"], written, last_line(written["error"]))
         return written

@@ -222,7 +222,9 @@ def test_every_preset_is_made_of_legal_cells(name):
 def test_presets_are_what_their_names_say():
     """All data sets of LongBench; documents compressed before the question."""
     params = OmegaConf.load(config.folder() / "experiment" / "longbench_full.yaml").hydra.sweeper.params
-    assert sorted(params.task.split(",")) == [name for name in config.options("task", config.folder()) if "longbench/" in name]
+    assert sorted(params.task.split(",")) == [
+        name for name in config.options("task", config.folder()) if "longbench/" in name
+    ]
     with config.composing() as compose:
         assert compose(["experiment=rag", "task=longbench/musique"]).task.question == "hidden"
         small = compose(["experiment=longbench_small", "task=longbench/lcc"])
