@@ -61,8 +61,11 @@ class Runner:
         if len(cells) > 1:
             self._explain(groups)
         if any(config.get("dry") for config in configs):
-            estimate(groups, self._load, self.console)
-            return [self._settled(cell.settle("dry")) for cell in cells]
+            faults = estimate(groups, self._load, self.console)
+            for cell in cells:
+                fault = faults.get(cell.run_id)
+                self._settled(cell.settle("dry") if fault is None else cell.settle("failed", note=fault))
+            return self.outcomes[first:]
         try:
             note_cells(cells)
         except ValueError as error:
@@ -196,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `status=results/<sweep>` shows what there is of a sweep instead.
 
-    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 a name on the command line is unknown, 130 interrupted.
+    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 a name on the command line is unknown or
+    the results folder cannot be one, 130 interrupted.
     """
     import hydra
     from transformers.utils import logging as transformers_logging
@@ -213,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     register_launcher()
     try:
         check_overrides(arguments, folder())
+        check_results(arguments)
     except ValueError as error:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 2
@@ -233,6 +238,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         sys.argv[1:] = before
     return summary(runner.outcomes, console, interrupted)
+
+
+def check_results(arguments: Sequence[str]) -> None:
+    """Refuse a `paths.results` that cannot be a folder, which Hydra would say with a traceback.
+
+    Raises:
+        ValueError: names the folder and what is in the way.
+    """
+    for argument in arguments:
+        name, _, folder = argument.partition("=")
+        if name == "paths.results" and folder and not set(folder) & set("$,'\""):
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"cannot write to paths.results={folder}: {error}") from None
 
 
 def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = False) -> int:

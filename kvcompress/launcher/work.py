@@ -91,7 +91,7 @@ class Worker:
                 self._samples(group, loaded)
             for cell in open_cells(group):
                 self._end(cell, "ok")
-        except Exception as fault:  # between samples, so it is nobody's own; other groups go on
+        except (Exception, SystemExit) as fault:  # between samples, so it is nobody's own; other groups go on
             for cell in open_cells(group):
                 self._fail(cell, fault)
         except KeyboardInterrupt:

@@ -69,6 +69,21 @@ def test_a_sweep_that_makes_no_sense_is_refused_before_work(tmp_path, monkeypatc
     assert not list(tmp_path.rglob("record.json"))
 
 
+def test_choosing_nothing_and_a_folder_that_cannot_be_are_said_without_a_traceback(tmp_path, capfd):
+    (tmp_path / "file").write_text("in the way")
+    for argument, says in (("allocator=ada,null", "leave allocator out"), ("", "cannot write to")):
+        assert command(tmp_path / "file" / "sub", "method=snapkv", *([argument] if argument else [])) == 2
+        printed = capfd.readouterr().err
+        assert says in printed.replace("\n", " ") and "Traceback" not in printed
+
+
+def test_a_dry_run_of_a_model_that_cannot_be_loaded_says_so(tmp_path, capfd):
+    nowhere = f"model.name={tmp_path / 'nowhere'}"
+    assert command(tmp_path, "method=snapkv,tova", "budget=0.5", "dry=true", nowhere) == 1
+    printed = capfd.readouterr().err
+    assert printed.count("failed: ") == 2 and "Traceback" not in printed
+
+
 def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, capfd):
     assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2", "dry=true") == 0
     printed = capfd.readouterr().err
@@ -104,6 +119,23 @@ def test_status_of_a_finished_sweep_is_0_and_of_no_sweep_2(tmp_path, capsys):
     console = Console(file=io.StringIO(), width=200)
     assert show(tmp_path / "nowhere", console) == 2 and "no such folder" in console.file.getvalue()
     assert show(tmp_path, console) == 2 and "no sweep lies here" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("cells", [{"q": None}, ["q"], None])
+def test_a_table_of_cells_that_is_none_is_named(tmp_path, cells):
+    (tmp_path / "sweep.json").write_text(json.dumps({"layout": 1, "cells": cells}))
+    console = Console(file=io.StringIO(), width=200)
+    assert show(tmp_path, console) == 2 and "take the file away" in console.file.getvalue()
+
+
+def test_status_of_records_that_lack_keys_shows_what_there_is(tmp_path):
+    folder = tmp_path / "test" / "abc"
+    folder.mkdir(parents=True)
+    found = {"run_id": "abc", "status": "ok", "model": "m", "task": "t", "method": "x", "budget": 0.5, "n_samples": 1}
+    (folder / "record.json").write_text(json.dumps(found | {"score": 0.5}))
+    (folder / "samples.jsonl").write_text('{"id": [1], "score": 1, "out": {}}\n{"id": "a", "score": "x", "out": {}}\n')
+    (entry,) = cells_of(tmp_path / "test")
+    assert (entry["status"], entry["method"], entry["seed"], entry["samples"]) == ("stale", "x", None, 0)
 
 
 def test_cells_decode_together_by_default_and_the_record_says_so(tmp_path):

@@ -10,7 +10,7 @@ from sweeps import ALONE, SHARED, TOGETHER, cells, left, sweep
 from kvcompress import record
 from kvcompress.session import Session
 
-METHODS = "full,snapkv,pyramidkv,adakv,knorm,keydiff,h2o,streamingllm"
+METHODS = "full,snapkv,pyramidkv,adakv,knorm,h2o,streamingllm"
 
 
 @pytest.fixture
@@ -33,20 +33,19 @@ def few_shot(folder):
     return path
 
 
-@pytest.mark.parametrize("task", ["needle", "longbench/trec"])
-@pytest.mark.parametrize("question", ["seen", "hidden"])
+@pytest.mark.parametrize("task, question", [("needle", "hidden"), ("longbench/trec", "seen")])
 def test_positions_bytes_tokens_and_scores_of_a_cell_are_those_it_has_alone(
     tmp_path, with_positions, task, question, monkeypatch
 ):
     settings = [f"task.question={question}", "limit=1"]
     if task != "needle":
-        short = ("model=random", f"task={task}", f"task.source={few_shot(tmp_path)}", "task.max_length=400")
+        short = ("model=random", f"task={task}", f"task.source={few_shot(tmp_path)}", "task.max_length=250")
         monkeypatch.setattr("sweeps.SHORT", (*short, "device=cpu", "paths.data=null", "sweep.name=test"))
     for folder, options in (("alone", ALONE), ("shared", SHARED), ("together", TOGETHER)):
         outcomes, text = sweep(cells(tmp_path / folder, METHODS, "0.5,0.2,64", *settings), options)
         assert {outcome.status for outcome in outcomes} <= {"ok", "same"}, text
     alone = left(tmp_path / "alone")
-    assert len(alone) == 7 * 3 + 1
+    assert len(alone) == 6 * 3 + 1
     for status, _, written, (row,) in alone.values():
         held = row["out"]["compressed"]["positions"]
         assert status == "ok" and written["kv.bytes_held"] and len(held) > 1
@@ -54,4 +53,4 @@ def test_positions_bytes_tokens_and_scores_of_a_cell_are_those_it_has_alone(
     assert left(tmp_path / "shared") == alone
     assert left(tmp_path / "together") == alone
     said = [record.read_record(p)["protocol.decoding"] for p in tmp_path.glob("together/test/*/record.json")]
-    assert said.count("together") >= 6 * 2
+    assert said.count("together") >= 4 * 3
