@@ -24,7 +24,7 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     fields = cls.__dataclass_fields__
     small = {"window": 3, "sinks": 2, "lag": 3, "interval": 3, "recent": 3, "history": 5, "drop": 3, "heads": "random"}
     for field, value in small.items():
-        if field in fields and field not in options:
+        if field in fields and field not in options and (field != "interval" or fields[field].default is not None):
             options[field] = value
     return cls(budget=budget, **options)
 

@@ -14,6 +14,7 @@ from small_models import left_padded, random_ids, small_model
 from kvcompress import compress
 from kvcompress.bench_chunked import compare, held_bytes
 from kvcompress.layouts import DENSE_WASTE
+from kvcompress.layouts.ragged import SMALLEST_LANE as LANE
 from kvcompress.measure import PeakMemory
 from kvcompress.method import Chunked, OneShot
 
@@ -36,10 +37,11 @@ def most_held(name, architecture="llama", length=200, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVICTING)
 def test_no_more_than_budget_and_chunk_is_ever_held(name):
-    """Looked at inside every layer, before it evicts. Storage too, but for the tenth that uneven heads may waste."""
+    """Looked at inside every layer, before it evicts. Storage too, but for what uneven heads waste: a tenth, or a lane."""
     valid, allocated, samples = most_held(name, num_hidden_layers=5)
     uniform = make(name, BUDGET).parts().allocator.uniform
-    assert valid <= BUDGET + CHUNK and allocated <= (BUDGET + CHUNK) * (1 if uniform else DENSE_WASTE)
+    waste = 0 if uniform else max(LANE, (BUDGET + CHUNK) * (DENSE_WASTE - 1))
+    assert valid <= BUDGET + CHUNK and allocated <= BUDGET + CHUNK + waste
     assert valid > BUDGET and samples >= 2 * 5 * (200 // CHUNK)
 
 

@@ -191,7 +191,7 @@ def test_the_family_has_a_schedule_of_its_own_beside_the_common_one():
     """`schedule` replaces a method's own; the record names it."""
     assert METHODS["H2O"](budget=0.5).parts().names()["schedule"] == "prompt+every1"
     for cls in METHODS.values():
-        named = cls(budget=64 if cls.budget_kind == "held_tokens" and cls.__name__ != "LagKV" else 0.5)
+        named = cls(budget=0.5)
         replaced = named.replace(schedule=Schedule(every=128, align="total"))
         assert replaced.parts().names()["schedule"] == "prompt+every128(total)"
     assert RKV(budget=64).parts().names()["schedule"] == "prompt+every128"
