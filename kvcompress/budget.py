@@ -11,6 +11,10 @@ Budget = float | int
 MOST_TOKENS = 2**31 - 1  # positions are held as int32
 
 
+class NotTogether(ValueError):
+    """Settings each of which is legal, but not with the others: a sweep over all combinations goes on without this one."""
+
+
 @dataclass(frozen=True)
 class Protection:
     """Slots of one row that are kept whatever their score, after clamping.
@@ -32,7 +36,7 @@ def check_budget(budget: Budget, reserved: int = 0) -> Budget:
         reserved: sinks plus window of the method; an int budget must leave at least one slot beside them.
 
     Raises:
-        ValueError: names the value and what is allowed.
+        ValueError: names the value and what is allowed; `NotTogether` where other methods may have that budget.
     """
     allowed = "allowed: a float share in (0, 1] of the row's real tokens, or an int number of tokens"
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
@@ -51,7 +55,7 @@ def check_budget(budget: Budget, reserved: int = 0) -> Budget:
     if budget > MOST_TOKENS:
         raise ValueError(f"budget={budget} is more tokens than a sequence can have; {allowed} up to {MOST_TOKENS}")
     if budget < reserved + 1:
-        raise ValueError(
+        raise NotTogether(
             f"budget={budget} tokens is too small: sinks plus window need {reserved}, so at least {reserved + 1} is "
             "allowed; raise the budget, or lower the method's sinks or window"
         )

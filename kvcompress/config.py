@@ -264,7 +264,9 @@ def check_overrides(overrides: Sequence[str], folder: Path) -> None:
         valid = options(group, folder)
         for value in values.split(","):
             value = value.strip().strip("'\"")
-            if value in valid or value in ("", "null"):
+            if value == "null":
+                raise ValueError(f"{group}=null: Hydra cannot choose nothing; leave {group} out, or write ~{group}")
+            if value in valid or not value:
                 continue
             if group == "model" and value.count("/") == 1 and value[0] not in "./~" and not value.startswith("random/"):
                 register_model(value)

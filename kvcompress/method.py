@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
-from kvcompress.budget import Budget, cap, check_budget, is_unlimited
+from kvcompress.budget import Budget, NotTogether, cap, check_budget, is_unlimited
 from kvcompress.parts import (
     Allocator,
     Chunked,
@@ -139,7 +139,7 @@ class Method:
         parts = self.parts()
         for reason, refused in ILLEGAL:
             if refused(self, parts):
-                raise ValueError(f"{type(self).__name__}: {reason} (parts: {parts.names()})")
+                raise NotTogether(f"{type(self).__name__}: {reason} (parts: {parts.names()})")
 
     def check(self) -> None:
         """Raise ValueError for illegal hyper-parameters. Called once the preset has filled them in."""

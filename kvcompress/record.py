@@ -194,7 +194,7 @@ class RunFolder:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a `samples.jsonl`; damaged ones are left out."""
+    """Whole lines of a `samples.jsonl` with id and score; damaged ones are left out."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -202,7 +202,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(row, dict) and "id" in row and "score" in row:
+        if isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("score"), (int, float)):
             yield row
 
 
@@ -295,8 +295,12 @@ def paired_delta(
     return fmean(deltas), stdev(deltas) / math.sqrt(len(deltas)) if len(deltas) > 1 else None
 
 
-def fill_deltas(sweep: Path) -> None:
-    """Fill `delta_full` and `baseline` of every record in a sweep whose baseline is in it."""
+def fill_deltas(sweep: Path, changed: str | None = None) -> None:
+    """Fill `delta_full` and `baseline` of every record in a sweep whose baseline is in it.
+
+    Args:
+        changed: run id of the only record that is new, so that the samples of others are not read again; None: any.
+    """
     found: list[tuple[RunFolder, dict[str, Any]]] = []
     for path in sorted(sweep.glob("*/record.json")):
         folder = RunFolder(sweep.parent, sweep.name, path.parent.name)
@@ -307,6 +311,8 @@ def fill_deltas(sweep: Path) -> None:
     for folder, record in found:
         base = bases.get(record.get("protocol.pair"))
         if base is None or record["status"] not in FINISHED:
+            continue
+        if changed not in (None, folder.run_id, base.run_id) and record.get("baseline") == base.run_id:
             continue
         delta = paired_delta(folder.rows(), base.rows())
         if delta is not None and (record.get("baseline"), record.get("delta_full")) != (base.run_id, delta[0]):

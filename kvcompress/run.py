@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvcompress import models, record
+from kvcompress.budget import NotTogether
 from kvcompress.config import check_overrides, expand_suites, folder, register
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
 from kvcompress.launcher.dry import estimate
@@ -60,8 +61,11 @@ class Runner:
         if len(cells) > 1:
             self._explain(groups)
         if any(config.get("dry") for config in configs):
-            estimate(groups, self._load, self.console)
-            return [self._settled(cell.settle("dry")) for cell in cells]
+            faults = estimate(groups, self._load, self.console)
+            for cell in cells:
+                fault = faults.get(cell.run_id)
+                self._settled(cell.settle("dry") if fault is None else cell.settle("failed", note=fault))
+            return self.outcomes[first:]
         try:
             note_cells(cells)
         except ValueError as error:
@@ -70,7 +74,8 @@ class Runner:
             return self.outcomes[first:]
         if elsewhere is not None:
             number = {id(cell): index for index, cell in enumerate(made) if cell is not None}
-            self._collect(groups, elsewhere([[number[id(cell)] for cell in group.cells] for group in groups]))
+            due = [group for group in groups if not self._finished(group)]
+            self._collect(due, elsewhere([[number[id(cell)] for cell in group.cells] for group in due]))
             return self.outcomes[first:]
         try:
             busy = [group for group in groups if self._group(group, options)]
@@ -80,6 +85,16 @@ class Runner:
             for cell in cells:
                 cell.release()
         return self.outcomes[first:]
+
+    def _finished(self, group: Group) -> bool:
+        """True if no cell of a group has anything to do; then what became of them is said here."""
+        found = [cell.look() for cell in group.cells]
+        if not all(found):
+            return False
+        for outcome in found:
+            assert outcome is not None
+            self._settled(outcome)
+        return True
 
     def _collect(self, groups: Sequence[Group], ended: Iterator[tuple[int, list[Outcome] | BaseException]]) -> None:
         """Outcomes of groups that other processes run; a process that died leaves its unfinished cells failed."""
@@ -96,9 +111,10 @@ class Runner:
         """The cell of a configuration, or None where it is refused or the same as an earlier one."""
         try:
             cell = Cell(config)
-        except (ValueError, TypeError) as error:
-            named = str(OmegaConf.select(config, "method.name")), config.budget
-            self._settled(Outcome(*named, status="refused", note=str(error)))
+        except Exception as error:  # whatever a task's data or a setting does, the other cells are not to blame
+            status = "dropped" if isinstance(error, NotTogether) else "refused"
+            note = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
+            self._settled(Outcome(str(OmegaConf.select(config, "method.name")), config.budget, status, note=note))
             return None
         key = (str(cell.folder.path.parent), cell.run_id)
         if key in self._seen:
@@ -183,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `status=results/<sweep>` shows what there is of a sweep instead.
 
-    0 all cells finished (now or before), 1 a cell failed, 2 a name on the command line is unknown, 130 interrupted.
+    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 a name on the command line is unknown or
+    the results folder cannot be one, 130 interrupted.
     """
     import hydra
     from transformers.utils import logging as transformers_logging
@@ -200,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     register_launcher()
     try:
         check_overrides(arguments, folder())
+        check_results(arguments)
     except ValueError as error:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 2
@@ -222,6 +240,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return summary(runner.outcomes, console, interrupted)
 
 
+def check_results(arguments: Sequence[str]) -> None:
+    """Refuse a `paths.results` that cannot be a folder, which Hydra would say with a traceback.
+
+    Raises:
+        ValueError: names the folder and what is in the way.
+    """
+    for argument in arguments:
+        name, _, folder = argument.partition("=")
+        if name == "paths.results" and folder and not set(folder) & set("$,'\""):
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"cannot write to paths.results={folder}: {error}") from None
+
+
 def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = False) -> int:
     """The board of what was run, every failure in one line, and the exit code."""
     from kvcompress.report.table import leaderboard, terminal
@@ -231,12 +264,13 @@ def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = F
     if stored:
         leaderboard([dict(found) for found in stored], terminal())
     for outcome in outcomes:
-        if outcome.failed or outcome.status in ("stale", "running"):
+        if outcome.failed or outcome.status in ("stale", "running", "dropped"):
             text = f"{outcome.status}: {outcome.method} budget {outcome.budget} {outcome.run_id} {outcome.note}"
             console.print(text, style="red" if outcome.failed else "yellow", highlight=False, markup=False)
     if interrupted:
         return 130
-    return 1 if any(outcome.failed for outcome in outcomes) else 0
+    dropped = bool(outcomes) and all(outcome.status == "dropped" for outcome in outcomes)
+    return 1 if dropped or any(outcome.failed for outcome in outcomes) else 0
 
 
 def _latest(outcome: Outcome) -> Mapping[str, Any]:

@@ -273,17 +273,24 @@ def decode_together(
     if any(not isinstance(layer, CompressedLayer) for layer in shared.cache.layers):
         raise ValueError("rows can be put together only where every layer is a full-attention layer")
     batch = Batch(model, kernel, shared.cache.codec, shared.needs.mass)
-    members = [Member(batch, method, shared) for method, _ in jobs]
-    for member, (_, job) in zip(members, jobs, strict=True):
-        member.baton = Baton(lambda member=member, job=job: _in_session(member, job))  # type: ignore[misc]
+    results: list[Any] = [None] * len(jobs)
+    members: dict[int, Member] = {}
+    for number, (method, _) in enumerate(jobs):
+        try:
+            members[number] = Member(batch, method, shared)
+        except Exception as error:  # a method that has no data for this model, say
+            results[number] = error
+    for number, member in members.items():
+        member.baton = Baton(lambda member=member, job=jobs[number][1]: _in_session(member, job))  # type: ignore[misc]
     try:
-        _turns(batch, members)
+        _turns(batch, list(members.values()))
     finally:
-        for member in members:
+        for member in members.values():
             if not member.baton.ended:
                 member.baton.cancel()
         batch.detach()
-    results = [m.baton.result if m.baton.error is None else m.baton.error for m in members]
+    for number, member in members.items():
+        results[number] = member.baton.result if member.baton.error is None else member.baton.error
     return results, batch.together / max(1, batch.steps)
 
 

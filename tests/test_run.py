@@ -15,10 +15,11 @@ from rich.console import Console
 
 import kvcompress.conf
 from kvcompress import config, record, run
-from kvcompress.run import Runner
+from kvcompress.run import Outcome, Runner, summary
 
 FOLDER = Path(kvcompress.conf.__file__).resolve().parent
 ROOT = Path(__file__).resolve().parent.parent
+PAIRS = ("at least 33", "compact positions need equal")  # each setting is legal with others
 SHORT = (
     "model=random",
     "task.lengths=[450]",
@@ -172,6 +173,7 @@ def test_a_fault_is_recorded_with_its_traceback_and_the_next_cell_runs(cell, run
         (("method=random", "budget=2.0"), "share in (0, 1]"),
         (("method=random", "budget=0"), "budget=0"),
         (("method=snapkv", "budget=10"), "at least 33"),
+        (("method=streamingllm", "method.positions=compact", "allocator=ada"), "compact positions need equal"),
         (("method=snapkv", "method.pooling=median", "budget=0.5"), "max, avg"),
         (("method=full", "task.form=x"), "ruler, classic"),
         (("method=full", "dtype=int3"), "dtype"),
@@ -182,8 +184,26 @@ def test_a_fault_is_recorded_with_its_traceback_and_the_next_cell_runs(cell, run
 def test_an_illegal_cell_is_refused_before_a_model_is_loaded(cell, runner, monkeypatch, tmp_path, overrides, says):
     monkeypatch.setattr(run.models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     outcome = runner(cell(*overrides))
-    assert outcome.status == "refused" and says in outcome.note
+    assert outcome.status == ("dropped" if says in PAIRS else "refused") and says in outcome.note
+    assert summary([outcome], Console(file=io.StringIO())) == 1, "there is no other cell"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "statuses, code",
+    [
+        (("ok", "dropped"), 0),
+        (("done", "dropped"), 0),
+        (("dropped", "dropped"), 1),
+        (("dropped", "refused"), 1),
+        (("ok", "failed", "dropped"), 1),
+    ],
+)
+def test_the_exit_code_does_not_count_dropped_pairs_while_there_are_other_cells(statuses, code, capsys):
+    outcomes = [Outcome("snapkv", 10, status, note="why it is so") for status in statuses]
+    console = Console(file=io.StringIO(), width=200)
+    assert summary(outcomes, console) == code
+    assert console.file.getvalue().count("dropped: snapkv budget 10") == statuses.count("dropped")
 
 
 def test_a_prompt_longer_than_the_models_positions_is_an_error_before_any_sample(cell, runner, monkeypatch):
@@ -227,10 +247,10 @@ def command(*arguments, folder):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_command_line_sweeps_and_exits_1_when_a_cell_failed(tmp_path):
+def test_command_line_sweeps_and_drops_pairs_that_do_not_go_together_with_a_note(tmp_path):
     code, text = command("-m", "method=full,snapkv", "budget=0.5,10", folder=tmp_path)
-    assert code == 1, text
-    assert "refused: snapkv budget 10" in text and "at least 33" in text
+    assert code == 0, text
+    assert "dropped: snapkv budget 10" in text and "at least 33" in text
     assert len(list((tmp_path / "default").glob("*/record.json"))) == 2
     assert not (ROOT / "multirun").exists()
 

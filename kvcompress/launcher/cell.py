@@ -25,8 +25,9 @@ class Outcome:
     """What became of one cell.
 
     `status` is a record's status, or `done` (finished before), `same` (equals an earlier cell of this sweep), `stale`
-    (finished with other sources; not run), `running` (another process has it) or `refused` (an illegal configuration;
-    nothing was run or written).
+    (finished with other sources; not run), `running` (another process has it), `dropped` (legal settings that do not
+    go together, as a sweep over all combinations has them) or `refused` (an illegal configuration, or a folder that
+    cannot be written to). Nothing was run or written of those two.
     """
 
     method: str
@@ -209,13 +210,21 @@ class Cell:
         self._lock.release()
 
     def fail(self, fault: BaseException) -> str:
-        """The status of a cell that `fault` ended; its traceback goes into the record."""
+        """The status of a cell that `fault` ended; its traceback goes into the record. Never raises an exception."""
         status = "oom" if is_oom(fault) else "failed"
-        self.write(status, "".join(traceback.format_exception(fault)))
+        text = "".join(traceback.format_exception(fault))
+        try:
+            self.write(status, text)
+        except Exception as again:  # a full disk, a folder that was taken away
+            self.settle(status, note=f"{last_line(text)}; no record could be written: {again}")
         return status
 
     def write(self, status: str, error: str | None) -> dict[str, Any]:
-        """Write the record, and leave the cell."""
+        """Write the record, and leave the cell.
+
+        Raises:
+            OSError: it cannot be written; and whatever the task raises over its rows.
+        """
         rows = list(self.folder.rows().values())
         found = record.aggregate(rows)
         if status == "ok" and found["n_samples"] < max(self.total, 1):
@@ -228,7 +237,8 @@ class Cell:
         parts = self.identity["parts"]
         written: dict[str, Any] = dict.fromkeys(record.KEYS)
         written |= found
-        written |= {f"metrics.{name}": value for name, value in self.task.summarise(rows).items()} if rows else {}
+        if rows and status not in ("failed", "oom"):
+            written |= {f"metrics.{name}": value for name, value in self.task.summarise(rows).items()}
         written |= {f"parts.{name}": value for name, value in parts.items()}
         written |= record.versions() | {
             f"versions.{name}": value for name, value in hardware(models.resolve_device(self.config.device)).items()
@@ -253,7 +263,7 @@ class Cell:
         }
         self.folder.finish(written)
         with locked(self.folder.path.parent / ".lock"):
-            record.fill_deltas(self.folder.path.parent)
+            record.fill_deltas(self.folder.path.parent, self.run_id)
         written = self.folder.record() or written
         self.settle(written["status"], written, last_line(written["error"]))
         return written

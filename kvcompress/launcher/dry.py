@@ -46,8 +46,15 @@ def calibrate(model: Any, repeats: int = 2) -> tuple[float, float, float]:
     return max(per_long - b * long, 0.0), b, min(decode) if decode else 0.0
 
 
-def estimate(groups: Sequence[Group], load: Callable[[DictConfig], tuple[Any, Any]], console: Console) -> None:
-    """Print cells, groups, prefills saved, tokens and time. Nothing is written."""
+def estimate(
+    groups: Sequence[Group], load: Callable[[DictConfig], tuple[Any, Any]], console: Console
+) -> dict[str, str]:
+    """Print cells, groups, prefills saved, tokens and time. Nothing is written.
+
+    Returns:
+        by run id why a cell could not begin: its model cannot be loaded, or its samples cannot be had.
+    """
+    faults: dict[str, str] = {}
     table = Table(
         "cells", "model", "task", "to do", "samples", "prefills", "saved", "prompt tokens", "new tokens", box=None
     )
@@ -60,10 +67,14 @@ def estimate(groups: Sequence[Group], load: Callable[[DictConfig], tuple[Any, An
         if not todo:
             table.add_row(names, first.config.model.name, first.task.name, *["0"] * 6)
             continue
-        model, tokenizer = load(first.config)
+        try:
+            model, tokenizer = load(first.config)
+            samples = list(islice(first.task.samples(tokenizer), first.config.limit))
+        except Exception as fault:
+            faults |= {cell.run_id: f"{type(fault).__name__}: {fault}" for cell in todo}
+            continue
         if id(model) not in speeds:
             speeds = {id(model): calibrate(model)}
-        samples = list(islice(first.task.samples(tokenizer), first.config.limit))
         left = [[cell for cell in todo if sample.id not in rows_of(cell)] for sample in samples]
         runs = sum(map(len, left))
         prefills = sum(bool(cells) for cells in left) if group.shared else runs
@@ -85,6 +96,7 @@ def estimate(groups: Sequence[Group], load: Callable[[DictConfig], tuple[Any, An
         f"about {duration(total_s)}; cell by cell {duration(alone_s)} (from a short calibration; compression left out)"
     )
     console.print(shown, highlight=False)
+    return faults
 
 
 def rows_of(cell: Cell) -> set[str]:

@@ -102,19 +102,23 @@ def on_submitit(
         waiting: list[int] = []
     else:
         running, waiting = {}, list(range(len(parts)))
-    while running or waiting:
-        while waiting and len(running) < workers:
-            number = waiting.pop(0)
-            running[number] = executor.submit(work, parts[number], options)
-        ended = [number for number, job in running.items() if job.done()]
-        for number in ended:
-            job = running.pop(number)
-            try:
-                yield number, job.result()
-            except Exception as error:
-                yield number, error
-        if not ended:
-            time.sleep(0.2)
+    try:
+        while running or waiting:
+            while waiting and len(running) < workers:
+                number = waiting.pop(0)
+                running[number] = executor.submit(work, parts[number], options)
+            ended = [number for number, job in running.items() if job.done()]
+            for number in ended:
+                job = running.pop(number)
+                try:
+                    yield number, job.result()
+                except Exception as error:
+                    yield number, error
+            if not ended:
+                time.sleep(0.2)
+    finally:  # interrupted: a job ends as if by Ctrl-C, with resumable records
+        for job in running.values():
+            job.cancel(check=False)
 
 
 def on_ray(

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ except ImportError:  # pragma: no cover (Windows has no flock)
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
+TRIES = 3  # before a lock is taken to be another's
 
 
 class Lock:
@@ -36,6 +37,7 @@ class Lock:
         Raises:
             OSError: the file cannot be made.
         """
+        refused = 0
         while True:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -43,7 +45,11 @@ class Lock:
                     fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 os.close(file)
-                return False
+                refused += 1
+                if refused == TRIES:
+                    return False
+                time.sleep(0.01)  # whoever asks who holds it locks it for a moment as well
+                continue
             except (
                 OSError
             ) as error:  # a file system without locks: work goes on, one process at a time is up to the user
@@ -66,7 +72,8 @@ class Lock:
     def release(self) -> None:
         """Give the lock back, if it is ours, and take the file away."""
         if self._file is not None:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder may be gone, or no longer ours to write
+                self.path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = None
 

@@ -127,9 +127,12 @@ def noted_cells(sweep: Path) -> dict[str, dict[str, Any]]:
         return {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}; take the file away to have it made again") from None
-    if not isinstance(found, dict) or found.get("layout") != LAYOUT or not isinstance(found.get("cells"), dict):
+    if not isinstance(found, dict) or found.get("layout") != LAYOUT:
         layout = found.get("layout") if isinstance(found, dict) else None
         raise ValueError(
             f"{path} has layout {layout!r}, this version writes {LAYOUT}: choose another sweep.name or paths.results"
         )
-    return found["cells"]
+    cells = found.get("cells")
+    if not isinstance(cells, dict) or not all(isinstance(cell, dict) for cell in cells.values()):
+        raise ValueError(f"{path}: cells is no table of cells; take the file away to have it made again")
+    return cells

@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -68,7 +69,7 @@ class SharedLauncher(Launcher):
         """Run the cells.
 
         Raises:
-            ValueError: there is none.
+            CompactHydraException: there is none; said without a traceback.
         """
         from kvcompress.launcher.engines import ENGINES, run_part
         from kvcompress.launcher.work import Options
@@ -76,7 +77,7 @@ class SharedLauncher(Launcher):
         setup_globals()
         assert self.config is not None and self.context is not None and self.sweep is not None
         if not job_overrides:
-            raise ValueError("this sweep has no cell: an override stands for no value at all")
+            raise CompactHydraException("this sweep has no cell: an override stands for no value at all")
         returned = []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.context.config_loader.load_sweep_config(self.config, list(overrides))

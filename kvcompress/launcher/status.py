@@ -38,7 +38,7 @@ def _entry(sweep: Path, run_id: str, noted: dict[str, Any]) -> dict[str, Any]:
     written = folder.record()
     entry = {"run_id": run_id, "samples": len(folder.rows()), "note": "", **noted}
     if written is not None:
-        entry |= {key: written[key] for key in ("method", "budget", "task", "model", "seed")}
+        entry |= {key: written.get(key) for key in ("method", "budget", "task", "model", "seed")}
     held = holder(folder.path / "lock")
     if held is not None:
         entry |= {

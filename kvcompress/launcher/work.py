@@ -92,6 +92,9 @@ class Worker:
                 self._samples(group, loaded)
             for cell in open_cells(group):
                 self._end(cell, "ok")
+        except (Exception, SystemExit) as fault:  # between samples, so it is nobody's own; other groups go on
+            for cell in open_cells(group):
+                self._fail(cell, fault)
         except KeyboardInterrupt:
             for cell in open_cells(group):
                 self._end(cell, "partial", "interrupted")
@@ -124,7 +127,9 @@ class Worker:
             title = cells[0].title if len(cells) == 1 else f"{len(cells)} cells · {group.cells[0].task.name}"
             total, done = len(loaded.samples) * len(cells), sum(len(cell.done) for cell in cells)
             bar = progress.add_task(title, total=total, completed=done)
+            shared: SharedPrefill | None = None
             for sample in loaded.samples:
+                shared = None  # before the next one is made: two would need twice the memory
                 due = [cell for cell in open_cells(group) if sample.id not in cell.done]
                 try:
                     sample = (
@@ -186,7 +191,7 @@ class Worker:
     ) -> None:
         try:
             result: Any = run_sample(cell, loaded, sample, shared)
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:
             result = fault
         self._keep(cell, loaded, sample, advance, result, None if shared is None else "separate")
 
@@ -201,33 +206,37 @@ class Worker:
     ) -> None:
         """Write down what a sample's run returned, or the fault that ended it."""
         try:
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 raise result
             cell.folder.append(row(cell, loaded, sample, result, decoding))
             cell.done.add(sample.id)
             advance()
             return
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:
             status = self._fail(cell, fault)
         del result
         if status == "oom":
             release()
 
-    def _fail(self, cell: Cell, fault: Exception) -> str:
+    def _fail(self, cell: Cell, fault: BaseException) -> str:
         logger.debug("cell %s failed", cell.run_id, exc_info=fault)
         status = cell.fail(fault)
         self._leave(cell)
         return status
 
     def _end(self, cell: Cell, status: str, error: str | None = None) -> None:
-        cell.write(status, error)
+        try:
+            cell.write(status, error)
+        except Exception as fault:
+            cell.fail(fault)
         self._leave(cell)
 
     def _leave(self, cell: Cell) -> None:
         outcome = cell.outcome
         assert outcome is not None
-        rows = list(cell.folder.rows().values())
-        tracking.log(cell.config.logger, outcome.record, cell.identity, rows, cell.config.sweep.name)
+        if outcome.record:
+            rows = list(cell.folder.rows().values())
+            tracking.log(cell.config.logger, outcome.record, cell.identity, rows, cell.config.sweep.name)
         cell.release()
         self.settled(outcome)
 

@@ -13,7 +13,7 @@ from sweeps import SHARED, SHORT, TOGETHER, cell, cells, left, sweep
 
 from kvcompress import config, models, record
 from kvcompress.launcher import work
-from kvcompress.launcher.cell import Cell
+from kvcompress.launcher.cell import Cell, check
 from kvcompress.launcher.check import difference
 from kvcompress.launcher.status import cells_of, show
 from kvcompress.run import Options, main
@@ -69,6 +69,21 @@ def test_a_sweep_that_makes_no_sense_is_refused_before_work(tmp_path, monkeypatc
     assert not list(tmp_path.rglob("record.json"))
 
 
+def test_choosing_nothing_and_a_folder_that_cannot_be_are_said_without_a_traceback(tmp_path, capfd):
+    (tmp_path / "file").write_text("in the way")
+    for argument, says in (("allocator=ada,null", "leave allocator out"), ("", "cannot write to")):
+        assert command(tmp_path / "file" / "sub", "method=snapkv", *([argument] if argument else [])) == 2
+        printed = capfd.readouterr().err
+        assert says in printed.replace("\n", " ") and "Traceback" not in printed
+
+
+def test_a_dry_run_of_a_model_that_cannot_be_loaded_says_so(tmp_path, capfd):
+    nowhere = f"model.name={tmp_path / 'nowhere'}"
+    assert command(tmp_path, "method=snapkv,tova", "budget=0.5", "dry=true", nowhere) == 1
+    printed = capfd.readouterr().err
+    assert printed.count("failed: ") == 2 and "Traceback" not in printed
+
+
 def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, capfd):
     assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2", "dry=true") == 0
     printed = capfd.readouterr().err
@@ -104,6 +119,23 @@ def test_status_of_a_finished_sweep_is_0_and_of_no_sweep_2(tmp_path, capsys):
     console = Console(file=io.StringIO(), width=200)
     assert show(tmp_path / "nowhere", console) == 2 and "no such folder" in console.file.getvalue()
     assert show(tmp_path, console) == 2 and "no sweep lies here" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("cells", [{"q": None}, ["q"], None])
+def test_a_table_of_cells_that_is_none_is_named(tmp_path, cells):
+    (tmp_path / "sweep.json").write_text(json.dumps({"layout": 1, "cells": cells}))
+    console = Console(file=io.StringIO(), width=200)
+    assert show(tmp_path, console) == 2 and "take the file away" in console.file.getvalue()
+
+
+def test_status_of_records_that_lack_keys_shows_what_there_is(tmp_path):
+    folder = tmp_path / "test" / "abc"
+    folder.mkdir(parents=True)
+    found = {"run_id": "abc", "status": "ok", "model": "m", "task": "t", "method": "x", "budget": 0.5, "n_samples": 1}
+    (folder / "record.json").write_text(json.dumps(found | {"score": 0.5}))
+    (folder / "samples.jsonl").write_text('{"id": [1], "score": 1, "out": {}}\n{"id": "a", "score": "x", "out": {}}\n')
+    (entry,) = cells_of(tmp_path / "test")
+    assert (entry["status"], entry["method"], entry["seed"], entry["samples"]) == ("stale", "x", None, 0)
 
 
 def test_cells_decode_together_by_default_and_the_record_says_so(tmp_path):
@@ -188,13 +220,44 @@ def test_cells_take_turns_where_memory_is_limited(tmp_path, monkeypatch):
     assert left(tmp_path / "free") == left(tmp_path / "tight")
 
 
-@pytest.mark.parametrize("name", ["quick", "needle_grid", "matched_budgets", "efficiency"])
-def test_every_preset_is_made_of_legal_cells(tmp_path, name):
+PRESETS = config.options("experiment", config.folder())
+
+
+def test_the_presets_are_all_there():
+    """Those a study is begun with, by name."""
+    wanted = {"demo", "quick", "needle_grid", "matched_budgets", "efficiency", "eviction", "slope", "fidelity", "rag"}
+    assert wanted | {"longbench_small", "longbench_full", "reasoning", "reasoning_small"} <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_made_of_legal_cells(name):
+    """Each of its tasks with its settings, each method with each budget; no folder is named by two presets."""
     params = OmegaConf.load(config.folder() / "experiment" / f"{name}.yaml").hydra.sweeper.params
+    methods = sorted(config.method_classes()) if params.method == "glob(*)" else params.method.split(",")
+    tasks = str(params.get("task", "")).split(",")
     with config.composing() as compose:
-        for method in str(params.method).split(","):
-            made = compose([f"experiment={name}", f"paths.results={tmp_path}", f"method={method}"])
-            assert made.sweep.name == name
-            for budget in str(params.budget).split(","):
-                made.budget = float(budget)
-                assert 0 < Cell(made).method.budget <= 1
+        made = compose([f"experiment={name}", f"method={methods[0]}", *([f"task={tasks[0]}"] if tasks[0] else [])])
+    check(made)
+    assert made.sweep.name == name and made.model.name == "smollm2"
+    assert set(tasks) <= {"", *config.options("task", config.folder())}
+    for task in tasks:
+        if "/" in task:  # the tasks of a suite have the same settings
+            made.task.name = task
+        assert config.build_task(made).name in (task or made.task.name)
+    for method in methods:
+        made.method = OmegaConf.create({"name": method})
+        for budget in str(params.budget).split(","):
+            made.budget = json.loads(budget)
+            assert config.build_method(made).budget == made.budget
+
+
+def test_presets_are_what_their_names_say():
+    """All data sets of LongBench; documents compressed before the question."""
+    params = OmegaConf.load(config.folder() / "experiment" / "longbench_full.yaml").hydra.sweeper.params
+    assert sorted(params.task.split(",")) == [
+        name for name in config.options("task", config.folder()) if "longbench/" in name
+    ]
+    with config.composing() as compose:
+        assert compose(["experiment=rag", "task=longbench/musique"]).task.question == "hidden"
+        small = compose(["experiment=longbench_small", "task=longbench/lcc"])
+        assert small.limit == 5 and small.task.max_length == 2000

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from sweeps import SHORT, cells, forked, left, sweep
+from sweeps import SHORT, Runner, cell, cells, forked, left, sweep
 from test_commands import clean_hydra, command  # noqa: F401  (a fixture)
 
 from kvcompress import record
@@ -47,12 +47,23 @@ def test_a_job_that_fails_to_start_leaves_its_cells_failed_and_the_others_finish
             else:
                 yield number, sweep([configs[index] for index in part])[0]
 
-    from sweeps import Runner, cell
-
     configs = [cell(tmp_path, "method=snapkv", "budget=0.5", f"seed={seed}", "limit=1") for seed in range(2)]
     outcomes = Runner().sweep(configs, Options(), elsewhere)
     assert [outcome.status for outcome in outcomes] == ["failed", "ok"]
     assert "the node went away" in outcomes[0].note
+
+
+def test_groups_that_are_finished_are_no_jobs(tmp_path):
+    configs = [cell(tmp_path, "method=snapkv", "budget=0.5", f"seed={seed}", "limit=1") for seed in range(2)]
+    sweep(configs[:1])
+    handed = []
+
+    def elsewhere(groups):
+        handed.extend(groups)
+        yield 0, sweep(configs[1:])[0]
+
+    outcomes = Runner().sweep(configs, Options(), elsewhere)
+    assert handed == [[1]] and [outcome.status for outcome in outcomes] == ["done", "ok"]
 
 
 def kill_myself(part, options):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import random
+import shutil
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -15,11 +18,13 @@ from rich.console import Console
 from sweeps import SHARED, cell, cells, forked, left, sweep
 
 from kvcompress import models, record
+from kvcompress.launcher import work
 from kvcompress.launcher.cell import Cell
 from kvcompress.launcher.lock import Lock, holder
 from kvcompress.measure import _resident as resident
-from kvcompress.methods import TOVA, SnapKV
-from kvcompress.run import Runner, summary
+from kvcompress.methods import TOVA, KeyDiff, SnapKV
+from kvcompress.run import Options, Runner, summary
+from kvcompress.tasks import Needle
 
 
 def break_scorer(monkeypatch, cls, fault):
@@ -50,6 +55,85 @@ def test_a_fault_ends_its_own_cells_and_the_others_of_the_group_finish(tmp_path,
     assert summary(outcomes, Console(stderr=True, width=200)) == 1
     printed = capsys.readouterr().err
     assert printed.count(f"{status}: tova budget") == 2 and type(fault).__name__ in printed
+
+
+def test_a_method_that_has_no_data_for_the_model_ends_alone(tmp_path, monkeypatch):
+    """It says so when a session opens, which is before any row decodes."""
+
+    def bind(self, model):
+        raise ValueError("no filters for this model")
+
+    monkeypatch.setattr(KeyDiff, "bind", bind)
+    outcomes, _ = sweep(cells(tmp_path, "snapkv,keydiff,knorm", "0.5"), Options())
+    assert {o.method: o.status for o in outcomes} == {"snapkv": "ok", "knorm": "ok", "keydiff": "failed"}
+    assert "no filters for this model" in next(o.note for o in outcomes if o.failed)
+    assert {o.record["protocol.decoding"] for o in outcomes if not o.failed} == {"together"}
+
+
+def once(stock, fault):
+    """`stock`, but its second call raises."""
+    calls = []
+
+    def function(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise fault
+        return stock(*arguments)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "where, fault",
+    [
+        ("score", ZeroDivisionError("by zero")),
+        ("score", SystemExit("enough")),
+        ("summarise", ZeroDivisionError("by zero")),
+    ],
+)
+def test_a_task_that_raises_over_one_cell_ends_that_one(tmp_path, monkeypatch, where, fault):
+    monkeypatch.setattr(Needle, where, once(getattr(Needle, where), fault))
+    outcomes, _ = sweep(cells(tmp_path, "snapkv,knorm,random", "0.5", "limit=1"), Options())
+    assert sorted(o.status for o in outcomes) == ["failed", "ok", "ok"]
+    assert type(fault).__name__ in next(o.note for o in outcomes if o.failed)
+    assert sorted(status for status, *_ in left(tmp_path).values()) == ["failed", "ok", "ok"]
+
+
+def test_a_cell_whose_folder_is_taken_away_fails_and_the_others_finish(tmp_path, monkeypatch):
+    append = record.RunFolder.append
+    gone = Cell(cells(tmp_path, "knorm", "0.5")[0]).folder.path
+
+    def taken_away(folder, row):
+        if folder.path == gone:
+            shutil.rmtree(gone)
+        append(folder, row)
+
+    monkeypatch.setattr(record.RunFolder, "append", taken_away)
+    outcomes, _ = sweep(cells(tmp_path, "snapkv,knorm,random", "0.5"))
+    assert {o.method: o.status for o in outcomes} == {"snapkv": "ok", "knorm": "failed", "random": "ok"}
+    assert "no record could be written" in next(o.note for o in outcomes if o.failed)
+    assert summary(outcomes, Console(file=io.StringIO())) == 1 and not gone.exists()
+
+
+def test_a_task_without_its_data_is_refused_and_the_other_task_runs(tmp_path, monkeypatch):
+    configs = cells(tmp_path, "snapkv,knorm", "0.5", "limit=1")
+    monkeypatch.setattr(Needle, "fingerprint", once(Needle.fingerprint, OSError("the disk is gone")))
+    outcomes, _ = sweep(configs)
+    assert sorted(o.status for o in outcomes) == ["ok", "refused"] and "the disk is gone" in outcomes[0].note
+
+
+def test_the_prefill_of_a_sample_is_freed_before_the_next_is_made(tmp_path, monkeypatch):
+    made, stock = [], work.prefill_once
+
+    def watched(*arguments):
+        assert all(one() is None for one in made)
+        found = stock(*arguments)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(work, "prefill_once", watched)
+    outcomes, text = sweep(cells(tmp_path, "snapkv,knorm,tova", "0.5"), Options())
+    assert len(made) == 2 and {o.status for o in outcomes} == {"ok"} and "no shared prefill" not in text
 
 
 def test_cells_that_failed_are_run_again_and_nothing_else_is(tmp_path, monkeypatch):
@@ -189,6 +273,18 @@ def test_a_lock_is_held_by_one_process_and_free_once_that_is_killed(tmp_path):
     assert mine.acquire() and holder(path)["pid"] == os.getpid()
     mine.release()
     assert not path.exists()
+
+
+def test_a_lock_that_is_only_looked_at_is_taken(tmp_path, monkeypatch):
+    """Who holds it is asked with a lock of the same file, for a moment."""
+    path = tmp_path / "lock"
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN))
+    mine = Lock(path)
+    assert mine.acquire()
+    mine.release()
+    os.close(file)
 
 
 def test_a_cell_that_another_process_has_is_left_to_it(tmp_path):
