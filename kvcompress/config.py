@@ -224,6 +224,20 @@ def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
     return _per_cell(expanded)
 
 
+def with_launcher(overrides: Sequence[str], folder: Path) -> list[str]:
+    """The same with `hydra/launcher=shared`, the default of sweeps, unless another is named here or by an experiment.
+
+    In config.yaml it would win over what an experiment says: in Hydra the outer defaults list has the last word.
+    """
+    chosen = any(override.lstrip("+").startswith("hydra/launcher") for override in overrides)
+    for override in overrides:
+        group, _, names = override.partition("=")
+        if group.lstrip("+") in ("experiment", "debug"):
+            files = [folder / group.lstrip("+") / f"{name}.yaml" for name in names.split(",")]
+            chosen |= any("/hydra/launcher" in file.read_text(encoding="utf-8") for file in files if file.is_file())
+    return list(overrides) if chosen else [*overrides, "hydra/launcher=shared"]
+
+
 def _per_cell(overrides: list[str]) -> list[str]:
     """Settings of a group that is swept, as settings of each cell.
 

@@ -224,6 +224,23 @@ class Method:
         """A copy with other hyper-parameters, checked again."""
         return replace(self, **changes)
 
+    def variant(self) -> str:
+        """What differs from the method's own settings under preset "paper", e.g. "allocator=ada window=16"; "" if nothing.
+
+        Boards print it beside the method's name.
+        """
+        parts = {"allocator", "codec", "reader", "prefill", "schedule"}
+        own = type(self)(budget=self.budget, preset=self.preset)
+        changed = [] if self.preset == "paper" else [f"preset={self.preset}"]
+        here, there = self.parts().names(), own.parts().names()
+        changed += [f"{name}={here[name]}" for name in sorted(parts) if here[name] != there[name]]
+        for item in fields(self):
+            if item.name not in parts | {"budget", "preset"} and item.repr:
+                value = getattr(self, item.name)
+                if value != getattr(own, item.name):
+                    changed.append(f"{item.name}={value}")
+        return " ".join(changed)
+
     def describe(self) -> dict[str, Any]:
         """Plain values of every hyper-parameter for a record; parts by name."""
         described = {}

@@ -25,7 +25,7 @@ KEYS = (
     *("run_id", "status", "model", "task", "method", "budget", "seed", "dtype", "device", "n_samples"),
     *("score", "score_stderr", "metric", "delta_full", "baseline", "share_inactive", "share_clamped"),
     *("parts.scorer", "parts.allocator", "parts.codec", "parts.prefill", "parts.reader", "parts.schedule"),
-    *("parts.preset", "kv.bytes_held", "kv.bytes_allocated", "kv.bytes_full", "kv.ratio", "kv.bytes_host"),
+    *("parts.preset", "variant", "kv.bytes_held", "kv.bytes_allocated", "kv.bytes_full", "kv.ratio", "kv.bytes_host"),
     *(
         "kv.bytes_scores",
         "kv.bytes_peak",

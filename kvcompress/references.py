@@ -59,7 +59,7 @@ def _checksum(value: Mapping[str, torch.Tensor]) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(value.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvcompress import models, record
 from kvcompress.budget import NotTogether
-from kvcompress.config import check_overrides, expand_suites, folder, register
+from kvcompress.config import check_overrides, expand_suites, folder, register, with_launcher
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
 from kvcompress.launcher.dry import estimate
 from kvcompress.launcher.plan import Group, group_cells, note_cells
@@ -215,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return max(show(Path(sweep), console) for sweep in asked)
     register()
     register_launcher()
+    arguments = with_launcher(arguments, folder())
     try:
         check_overrides(arguments, folder())
         check_results(arguments)

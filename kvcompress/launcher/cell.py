@@ -255,6 +255,7 @@ class Cell:
             "device": self.identity["device"],
             "metric": f"{self.task.metric}/{self.task.metric_version}",
             "parts.preset": self.method.preset,
+            "variant": self.method.variant(),
             "protocol.chunking": parts["prefill"],
             "protocol.shared": shared,
             "protocol.task_version": self.task.version,

@@ -126,6 +126,19 @@ def leaderboard(records: Iterable[Record], console: Console) -> None:
         console.print(legend(record for group in groups.values() for record in group), style="dim")
 
 
+def labelled(group: Sequence[Record]) -> list[Record]:
+    """Records with what differs from the method's own settings beside its name.
+
+    Two runs that still look alike differ in another setting: their run ids tell them apart.
+    """
+    named = [r | {"method": f"{r['method']} {r.get('variant') or ''}".strip()} for r in group]
+    count = Counter((r["method"], r.get("budget")) for r in named)
+    return [
+        r | {"method": f"{r['method']} {r['run_id'][:4]}"} if count[r["method"], r.get("budget")] > 1 else r
+        for r in named
+    ]
+
+
 def _split(group: Sequence[Record]) -> list[Record]:
     return [r for r in group if on_board(r)] + [r for r in group if not on_board(r)]
 
@@ -144,12 +157,7 @@ def _print(group: Sequence[Record], console: Console) -> None:
     for name, _ in shown:
         # numbers must never be cut: a narrow terminal wraps the notes
         table.add_column(name, justify="left" if name in ("method", "notes") else "right", no_wrap=name != "notes")
-    # two runs of a method that differ in another setting must not look alike: their run id tells them apart
-    names = Counter((r.get("method"), r.get("budget")) for r in group)
-    group = [
-        r | {"method": f"{r['method']} {r['run_id'][:4]}"} if names[r.get("method"), r.get("budget")] > 1 else r
-        for r in group
-    ]
+    group = labelled(group)
     scores = [r["score"] for r in group if on_board(r) and r.get("baseline") != r["run_id"]]
     best = max(scores, default=None)
     for record in group:
@@ -173,7 +181,7 @@ def markdown(groups: Iterable[Sequence[Record]]) -> str:
         shown = columns(group)
         lines.append("| " + " | ".join(name for name, _ in shown) + " |")
         lines.append("|" + "|".join(" :--- " if name in ("method", "notes") else " ---: " for name, _ in shown) + "|")
-        for record in _split(group):
+        for record in labelled(_split(group)):
             cells = [
                 show(record) if on_board(record) or name in ("method", "budget", "n", "notes") else MISSING
                 for name, show in shown

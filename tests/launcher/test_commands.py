@@ -261,3 +261,18 @@ def test_presets_are_what_their_names_say():
         assert compose(["experiment=rag", "task=longbench/musique"]).task.question == "hidden"
         small = compose(["experiment=longbench_small", "task=longbench/lcc"])
         assert small.limit == 5 and small.task.max_length == 2000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-m", "method=full,h2o"], True),
+        (["-m", "experiment=quick"], True),
+        (["-m", "experiment=demo"], False),
+        (["-m", "experiment=efficiency"], False),
+        (["-m", "experiment=quick", "hydra/launcher=basic"], False),
+    ],
+)
+def test_sweeps_are_shared_unless_the_command_or_an_experiment_says_otherwise(arguments, expected):
+    found = config.with_launcher(arguments, config.folder())
+    assert found == arguments + ["hydra/launcher=shared"] * expected
