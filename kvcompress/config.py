@@ -98,15 +98,15 @@ class RunConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
-def part_classes(base: type) -> dict[str, type]:
-    """Concrete dataclasses under `base` by the name they have in records."""
+def part_classes(base: type, within: str = "") -> dict[str, type]:
+    """Concrete dataclasses under `base` by the name they have in records, of modules whose names begin with `within`."""
     found: dict[str, type] = {}
     subclasses: list[Any] = base.__subclasses__()
     for cls in subclasses:
         concrete = not getattr(cls, "__abstractmethods__", None)
-        if concrete and is_dataclass(cls):
+        if concrete and is_dataclass(cls) and cls.__module__.startswith(within):
             found[getattr(cls, "name", str(getattr(cls, "__name__", "")).lower())] = cls  # type: ignore[assignment]
-        found |= part_classes(cls)
+        found |= part_classes(cls, within)
     return dict(sorted(found.items()))
 
 

@@ -140,8 +140,7 @@ def page() -> str:
     ]
     allocators = [
         (f"`{name}`", _summary(part), ", ".join(_shown(f.name, f.default) for f in fields(part) if f.repr) or "–")
-        for name, part in part_classes(Allocator).items()
-        if part.__module__.startswith("kvcompress.")
+        for name, part in part_classes(Allocator, within="kvcompress.").items()
     ]
     return (
         "# Methods\n\nMade by `python scripts/method_table.py` from what the classes say of themselves.\n\n"

@@ -186,7 +186,7 @@ class Reasoning(Task):
                 protocol={
                     "question": "seen",
                     "template": wrap.template,
-                    "decoding": "greedy"
+                    "sampling": "greedy"
                     if self.temperature == 0
                     else f"{self.k} samples at {self.temperature:g}/{self.top_p:g}",
                 },

@@ -35,7 +35,8 @@ def test_the_committed_tables_are_what_the_generator_makes(capsys):
 
 
 def test_every_method_has_one_row_in_both_tables():
-    for text in ((ROOT / "README.md").read_text(), (ROOT / "docs" / "methods.md").read_text().split("## Alloc")[0]):
+    readme = (ROOT / "README.md").read_text().partition("<!-- end of method table -->")[0]
+    for text in (readme, (ROOT / "docs" / "methods.md").read_text().split("## Alloc")[0]):
         rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
         assert sorted(rows) == sorted(method_classes()) and rows[0] == "full"
 

@@ -64,7 +64,7 @@ def test_a_prompt_states_the_problem_and_the_form_of_the_answer(file):
     assert text.startswith("You are given a math problem.\n\nProblem: What is 3 times 6?\n\n You need")
     assert text.endswith("Final answer:  \\boxed{}")
     assert [sample.turns[0].references for sample in samples] == [("18",), ("1018",)]
-    assert samples[0].protocol["decoding"] == "greedy" and samples[0].protocol["template"] == "none"
+    assert samples[0].protocol["sampling"] == "greedy" and samples[0].protocol["template"] == "none"
     chat = next(iter(GSM8K(path=str(file)).samples(tokenizer)))
     assert chat.protocol["template"] == "chat" and not chat.meta["thinking"]
     tokenizer.chat_template = tokenizer.chat_template + "<think>\n"
@@ -137,7 +137,7 @@ def test_bad_data_is_named_before_a_model_is_loaded(text, said, tmp_path, cell, 
 def test_bad_settings_are_named_before_a_model_is_loaded(overrides, said, file, cell, runner, monkeypatch):
     monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
     outcome = runner(cell("task=reasoning/gsm8k", f"task.path={file}", *overrides))
-    assert outcome.status == "refused" and said in outcome.note
+    assert outcome.status in ("refused", "dropped") and said in outcome.note
 
 
 def test_without_math_verify_the_task_says_how_to_get_it(monkeypatch):
@@ -198,7 +198,7 @@ def test_a_sweep_over_methods_under_one_schedule_makes_records_and_figures(file,
         record = outcome.record
         assert record["task"] == "reasoning/gsm8k" and record["metrics.tokens_mean"] <= 20
         assert record["metrics.hit_max_share"] == record["metrics.unfinished_share"] > 0
-        assert record["protocol.decoding"] == "greedy"
+        assert record["protocol.sampling"] == "greedy"
         if name != "full":
             assert record["parts.schedule"] == "prompt+every8" and record["kv.kept_tokens_max"] == 71
             assert record["kv.bytes_held"] < record["kv.bytes_mean"] < record["kv.bytes_peak"]
