@@ -10,7 +10,7 @@ import torch
 
 from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
-from kvcompress.judge import Judge
+from kvcompress.judge import Attended, Judge
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import RankedStore
@@ -80,13 +80,16 @@ class Compressor(Judge):
 
     def add_mass(self, layer: CompressedLayer, mass: Tensor, forward: Forward) -> None:
         """Add a forward's attention mass `[B, H_kv, G, P]` to the slots' sums, which fade with every new query."""
-        decay = self.needs.decay
-        layer.add_mass(mass, None if decay == 1.0 else (decay ** forward.added.double()).float())
+        layer.add_mass(mass, self._fading(forward))
 
     def add_lane_mass(self, layer: CompressedLayer, mass: Tensor, forward: Forward) -> None:
         """The same for what is held in lanes, `[lanes, G, slots]`."""
+        layer.add_lane_mass(mass, self._fading(forward))
+
+    def _fading(self, forward: Forward) -> Tensor | None:
+        """What each row's sums fade to with a forward's queries, float32 `[B]`; None where nothing fades."""
         decay = self.needs.decay
-        layer.add_lane_mass(mass, None if decay == 1.0 else (decay ** forward.added.double()).float())
+        return None if decay == 1.0 else (decay ** forward.added.double()).float()
 
     @staticmethod
     def _forget_queries(layer: CompressedLayer) -> None:
@@ -106,18 +109,11 @@ class Compressor(Judge):
         for name in self.parts.scorer.prompt_state if self.parts.scorer else ():
             layer.state.pop(name, None)
 
-    def _observe(
-        self,
-        layer: CompressedLayer,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-        cache: CompressedCache,
-    ) -> None:
+    def _observe(self, at: Attended) -> None:
         """Show the scorer this forward."""
         assert self.parts.scorer is not None
-        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
-        self.parts.scorer.observe(view, observed, layer.state)
+        view, observed = self._shown_layer(at)
+        self.parts.scorer.observe(view, observed, at.layer.state)
 
     # ------------------------------------------------------------------ deciding and applying
 
@@ -141,46 +137,42 @@ class Compressor(Judge):
         elif "queries" in layer.state:
             self._forget_queries(layer)
         layer.queries = q
+        at = Attended(layer, probabilities, features, forward, cache)
         try:
             if self.observing:
                 if forward.phase == "prompt" or schedule.in_decode:
                     with self.clock.running(q.device):
-                        self._observe(layer, probabilities, features, forward, cache)
+                        self._observe(at)
                 else:
                     self._forget_prompt(layer)
             if forward.passes:  # their attention is part of the decision
                 forward.deferred[layer.index] = features
             else:
-                self.decide(layer, probabilities, features, forward, cache)
+                self.decide(at)
         finally:
             layer.queries = None
 
-    def decide(
-        self,
-        layer: CompressedLayer,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-        cache: CompressedCache,
-    ) -> None:
+    def decide(self, at: Attended) -> None:
         """Score, allocate and apply in one layer that has observed this forward, if the schedule says so."""
-        steadily = forward.phase == "decode" and layer.steady is not None and cache.closed is None
+        layer, decoding = at.layer, at.forward.phase == "decode"
+        steadily = decoding and layer.steady is not None and at.cache.closed is None
         if steadily and layer.steady.holds(layer.held(), layer.target):
             with self.clock.running(layer.held().get("positions").device):
-                layer.drop_one(layer.steady.pick(self._score(layer, probabilities, features, forward, cache)[0]))
+                layer.drop_one(layer.steady.pick(self._score(at)[0]))
             return
-        rows = self._due(layer, cache, forward)
+        rows = self._due(at)
         if rows is None:
             return
         layer.steady = None
         with self.clock.running(layer.positions().device):
-            if forward.phase == "decode" or self.parts.allocator.scope == "layer":
-                self._compress(layer, rows, probabilities, features, forward, cache)
+            if decoding or self.parts.allocator.scope == "layer":
+                self._compress(at, rows)
             else:
-                self._score_later(layer, probabilities, features, forward, cache)
+                self._score_later(at)
 
-    def _due(self, layer: CompressedLayer, cache: CompressedCache, forward: Forward) -> Tensor | None:
+    def _due(self, at: Attended) -> Tensor | None:
         """Rows to compress in this layer now, bool `[B]` on the CPU, or None."""
+        layer, cache, forward = at.layer, at.cache, at.forward
         schedule, counts = self.parts.schedule, layer.counts
         if forward.phase == "prompt":
             if cache.cap is None:
@@ -213,18 +205,11 @@ class Compressor(Judge):
             return None
         return rows if bool(rows.any()) else None
 
-    def _compress(
-        self,
-        layer: CompressedLayer,
-        rows: Tensor,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-        cache: CompressedCache,
-    ) -> None:
+    def _compress(self, at: Attended, rows: Tensor) -> None:
+        layer, cache = at.layer, at.cache
         assert cache.cap is not None
-        scores, second, positions = self._score(layer, probabilities, features, forward, cache)
-        if forward.phase == "decode":
+        scores, second, positions = self._score(at)
+        if at.forward.phase == "decode":
             assert layer.target is not None
             counts = layer.target
         else:
@@ -233,7 +218,7 @@ class Compressor(Judge):
             shown = [self._shown(scores, positions, cache)]
             counts = self.parts.allocator.allocate(shown, [layer.stat], seen, self.n_layers, total)[0]
             layer.stat = None
-        self._apply(layer, scores, second, positions, counts, rows, forward, cache)
+        self._apply(layer, scores, second, positions, counts, rows, at.forward, cache)
 
     def _apply(
         self,
@@ -268,19 +253,13 @@ class Compressor(Judge):
 
     # ------------------------------------------------------------------ allocators that look at several layers
 
-    def _score_later(
-        self,
-        layer: CompressedLayer,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-        cache: CompressedCache,
-    ) -> None:
-        scores, second, positions = self._score(layer, probabilities, features, forward, cache)
+    def _score_later(self, at: Attended) -> None:
+        layer = at.layer
+        scores, second, positions = self._score(at)
         layer.held().put("score", torch.stack([scores] if second is None else [scores, second], dim=-1))
-        layer.shown = self._shown(scores, positions, cache)
+        layer.shown = self._shown(scores, positions, at.cache)
         if self.parts.allocator.scope == "cascade":
-            self._allocate_scored(cache, forward)
+            self._allocate_scored(at.cache, at.forward)
 
     def _allocate_scored(self, cache: CompressedCache, forward: Forward) -> None:
         """Share the budget among the layers scored so far and trim each to its new count."""
@@ -335,7 +314,7 @@ class Compressor(Judge):
             return
         for layer in cache.full_layers:
             if layer.index in forward.deferred:
-                self.decide(layer, None, forward.deferred[layer.index], forward, cache)
+                self.decide(Attended(layer, None, forward.deferred[layer.index], forward, cache))
         if self.parts.allocator.scope == "layer":
             return
         with self.clock.running(cache.full_layers[-1].device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,22 @@ from kvcompress.observed import LayerObserved
 from kvcompress.selection import ranked, staged
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Attended:
+    """A layer whose attention has run, before anything is evicted: what there is to decide on.
+
+    Attributes:
+        probabilities: a decode step's attention `[B, H_kv, G, 1, P]` where the kernel yielded it.
+        features: what the model asks of this layer's attention.
+    """
+
+    layer: CompressedLayer
+    probabilities: Tensor | None
+    features: Features
+    forward: Forward
+    cache: CompressedCache
 
 
 class Judge:
@@ -41,29 +58,21 @@ class Judge:
             )
         self.projections: dict[int, torch.nn.Module] = {}  # output projections by layer, where they are needed
 
-    def _score(
-        self,
-        layer: CompressedLayer,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-        cache: CompressedCache,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _score(self, at: Attended) -> tuple[Tensor, Tensor | None, Tensor]:
         """Scores, scores of a second stage where there is one, and positions."""
         scorer = self.parts.scorer
-        assert scorer is not None and cache.cap is not None
-        view, observed = self._shown_layer(layer, probabilities, features, forward, cache)
-        positions = observed.positions
-        scores = scorer.score(view, observed, layer.state)
+        assert scorer is not None and at.cache.cap is not None
+        view, observed = self._shown_layer(at)
+        scores = scorer.score(view, observed, at.layer.state)
         if scores.shape != view.positions.shape or scores.dtype != torch.float32:
             raise ValueError(
                 f"{type(scorer).__name__}.score returned {scores.dtype} {tuple(scores.shape)}, not float32 "
                 f"{tuple(view.positions.shape)}"
             )
         second = scorer.second(scores, view, observed)
-        if forward.phase == "prompt":
-            layer.stat = self.parts.allocator.stat(view, observed)
-        return scores, second, positions
+        if at.forward.phase == "prompt":
+            at.layer.stat = self.parts.allocator.stat(view, observed)
+        return scores, second, observed.positions
 
     def _staged(
         self, scores: Tensor, second: Tensor | None, positions: Tensor, counts: Tensor, protection: budgets.Protection
@@ -74,20 +83,15 @@ class Judge:
             return scores
         return staged(scores, second, positions, counts, protection, scorer.first_share, scorer.protected_first)
 
-    def _shown_layer(
-        self,
-        layer: CompressedLayer,
-        probabilities: Tensor | None,
-        features: Features,
-        forward: Forward,
-        cache: CompressedCache,
-    ) -> tuple[LayerView, LayerObserved]:
+    def _shown_layer(self, at: Attended) -> tuple[LayerView, LayerObserved]:
         """What a scorer sees of a layer."""
-        positions = layer.positions()
-        view = self._view(layer, positions, forward.phase, self._kept(cache))
-        rotation = None if self.rotations is None else self.rotations[layer.index]
-        projection = self.projections.get(layer.index)
-        return view, LayerObserved(layer, view, positions, probabilities, features, forward, rotation, projection)
+        positions = at.layer.positions()
+        view = self._view(at.layer, positions, at.forward.phase, self._kept(at.cache))
+        rotation = None if self.rotations is None else self.rotations[at.layer.index]
+        projection = self.projections.get(at.layer.index)
+        return view, LayerObserved(
+            at.layer, view, positions, at.probabilities, at.features, at.forward, rotation, projection
+        )
 
     @staticmethod
     def _kept(cache: CompressedCache) -> Tensor:

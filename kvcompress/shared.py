@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
+from kvcompress.judge import Attended
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.method import Codec, Method, Needs, Scorer
@@ -138,7 +139,7 @@ class SharedPrefill:
                 if size:
                     layer.state["queries"] = base.state["queries"][:, :, -size:].clone()
                     layer.state["query_positions"] = base.state["query_positions"][:, -size:].clone()
-                compressor.decide(layer, None, self.features[index], forward, cache)
+                compressor.decide(Attended(layer, None, self.features[index], forward, cache))
             if at_once:
                 layer.own()
         compressor.end_of_forward(cache)
