@@ -6,8 +6,11 @@ that it is found whatever the model is called, in any float type, and never take
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvcompress.models import cache_dir
+from kvcompress.record import source_hash
 
 Tensor = torch.Tensor
 
 PROBED = 64  # weights looked at
 TOLERANCE = 0.01  # relative: above bfloat16's rounding, below what training changes in all of them
+
+
+def made(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """When and by what command and versions a file is made: part of its provenance."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", f"scripts/{script}", *arguments]),
+        "versions": {name: metadata.version(name) for name in ("kvcompress", "torch", "transformers")}
+        | {"source": source_hash()},
+    }
 
 
 def folders(kind: str, package: Path) -> list[Path]:
@@ -41,8 +55,8 @@ def probe(model: torch.nn.Module) -> Tensor:
 def save(path: Path, model: torch.nn.Module, tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
     """Write `tensors` and how they were made, for this model."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"provenance": json.dumps(provenance, sort_keys=True)}
-    save_file({**{k: v.contiguous() for k, v in tensors.items()}, "probe": probe(model)}, path, metadata=metadata)
+    said = {"provenance": json.dumps(provenance, sort_keys=True)}
+    save_file({**{k: v.contiguous() for k, v in tensors.items()}, "probe": probe(model)}, path, metadata=said)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -219,9 +219,10 @@ def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
             several |= ",".join(names) != values
             override = f"task={','.join(names)}"
         expanded.append(override)
-    if several and not {"-m", "--multirun"} & set(expanded):
+    sweep = bool({"-m", "--multirun"} & set(expanded))
+    if several and not sweep:
         expanded.insert(0, "-m")
-    return _per_cell(expanded)
+    return _per_cell(expanded) if several or sweep else expanded
 
 
 def with_launcher(overrides: Sequence[str], folder: Path) -> list[str]:

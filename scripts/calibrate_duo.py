@@ -7,12 +7,9 @@ python scripts/calibrate_duo.py --model owner/name --device cuda --dtype bfloat1
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
-import shlex
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +31,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
-    from kvcompress import load
+    from kvcompress import calibration, load
     from kvcompress.methods.duo_calibration import FOLDER, calibrate
-    from kvcompress.record import source_hash
 
     try:
         model, tokenizer = load(args.model, dtype=args.dtype, device=args.device)
@@ -56,12 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     given = sys.argv[1:] if arguments is None else arguments
     scores = found.pop("scores")
-    found["made"] = {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "scripts/calibrate_duo.py", *given]),
-        "versions": {name: metadata.version(name) for name in ("kvcompress", "torch", "transformers")}
-        | {"source": source_hash()},
-    }
+    found["made"] = calibration.made("calibrate_duo.py", given)
     out = args.out or FOLDER / f"{args.model.strip('/').replace('/', '--')}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text_of(found, scores), encoding="utf-8")

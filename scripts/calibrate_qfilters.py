@@ -7,11 +7,8 @@ python scripts/calibrate_qfilters.py --model NAME --text FILE           on a tex
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
-import shlex
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     from kvcompress import calibration, load
     from kvcompress.methods import qfilters
-    from kvcompress.record import source_hash
 
     try:
         model, tokenizer = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
@@ -81,10 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         "text": text,
         "ids_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
         "tokens": list(ids.shape),
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "scripts/calibrate_qfilters.py", *given]),
-        "versions": {name: metadata.version(name) for name in ("kvcompress", "torch", "transformers")}
-        | {"source": source_hash()},
+        **calibration.made("calibrate_qfilters.py", given),
     }
     name = args.model.strip("/").replace("/", "--")
     out = args.out or calibration.folders(qfilters.KIND, qfilters.DATA)[0] / f"{name}.safetensors"
