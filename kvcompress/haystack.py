@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcompress.prompts import resolve_template
+
 ESSAYS = Path("niah") / "PaulGrahamEssays"
 
 # RULER's repeated line (Apache-2.0, NVIDIA/RULER scripts/data/synthetic/niah.py).
@@ -242,12 +244,7 @@ def frame(tokenizer: Any, encode: Encoder, head: str, question: str, answer: str
     Raises:
         ValueError: template="chat" and the tokenizer has none, or an unknown value.
     """
-    if template not in ("auto", "chat", "none"):
-        raise ValueError(f"template={template!r}; valid: auto, chat, none")
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if template == "chat" and not has_template:
-        raise ValueError("template=chat, but this tokenizer has no chat template; use template=auto or none")
-    if template == "none" or not has_template:
+    if resolve_template(tokenizer, template) == "none":
         marked = tokenizer.encode("a", add_special_tokens=True)
         bos = tokenizer.bos_token_id
         start = (bos,) if bos is not None and marked and marked[0] == bos else ()

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-
-def find(name: str, folders: Iterable[Path | None]) -> Path | None:
-    """The first `<folder>/<name>.jsonl` that is there."""
-    return next((f / f"{name}.jsonl" for f in folders if f is not None and (f / f"{name}.jsonl").is_file()), None)
 
 
 def check(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
@@ -25,6 +20,16 @@ def check(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
     return row
 
 
+def lines(path: Path) -> list[tuple[int, str]]:
+    """Number and text of every line that is not blank. Parted at line feeds alone: JSON strings may hold U+2028.
+
+    Raises:
+        OSError, UnicodeDecodeError: the file cannot be read.
+    """
+    found = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+    return [(number, line) for number, line in found if line.strip()]
+
+
 @lru_cache(maxsize=32)
 def read(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], ...]:
     """All rows of a JSON Lines file.
@@ -34,12 +39,10 @@ def read(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], ...]
     """
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        found = lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in found:
         where = f"{path} line {number}"
         try:
             row = json.loads(line)

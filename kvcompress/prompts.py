@@ -119,13 +119,23 @@ def build(
     return Prompt(tuple(ids[:border]), tuple(ids[border:]), kind, cut)
 
 
-def describe(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
-    """What a record keeps of a prompt: length, hash, and its first and last 200 characters."""
-    text = tokenizer.decode(prompt.ids, skip_special_tokens=False)
+def digest(ids: Sequence[int]) -> str:
+    """16 hex digits that change with any id."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
+
+
+def facts(tokenizer: Any, ids: Sequence[int], truncated: int = 0) -> dict[str, Any]:
+    """What a record keeps of a prompt: length, tokens cut out, hash, and its first and last 200 characters."""
+    text = tokenizer.decode(ids, skip_special_tokens=False)
     return {
-        "prompt_tokens": len(prompt.ids),
-        "truncated_tokens": prompt.truncated,
-        "prompt_hash": hashlib.sha256(" ".join(map(str, prompt.ids)).encode()).hexdigest()[:16],
+        "prompt_tokens": len(ids),
+        "truncated_tokens": truncated,
+        "prompt_hash": digest(ids),
         "prompt_first": text[:200],
         "prompt_last": text[-200:],
     }
+
+
+def describe(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
+    """`facts` of a built prompt."""
+    return facts(tokenizer, prompt.ids, prompt.truncated)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,12 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-import torch
-
-from kvcompress import answers
+from kvcompress import answers, jsonl, prompts
 from kvcompress.haystack import Encoder, frame
-from kvcompress.measure import PeakMemory, synchronize
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.measure import PeakMemory
+from kvcompress.task import Sample, Task, Turn, prefill
 
 PROMPT = (
     "You are given a math problem.\n\nProblem: {question}\n\n You need to solve the problem step by step. First, you "
@@ -50,12 +47,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold other line separators
+        lines = jsonl.lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -194,7 +189,7 @@ class Reasoning(Task):
                     "prompt_tokens": len(prompt),
                     "truncated_tokens": 0,
                     "thinking": text.rstrip().endswith(answers.OPEN),  # the template opened it for the model
-                    "prompt_hash": hashlib.sha256(" ".join(map(str, prompt)).encode()).hexdigest()[:16],
+                    "prompt_hash": prompts.digest(prompt),
                     "prompt_last": text[-200:],
                 },
             )
@@ -209,12 +204,7 @@ class Reasoning(Task):
             after the prompt and along the decode, of which `end` reports the last.
         """
         device, turn = session.model.device, sample.turns[0]
-        synchronize(device)
-        with PeakMemory(device) as prompt_peak:
-            start = time.perf_counter()
-            session.prefill([torch.tensor([segment], device=device) for segment in sample.segments])
-            synchronize(device)
-            prompt_s = time.perf_counter() - start
+        prompt_s, prompt_peak = prefill(session, sample)
         compressed, prompt = session.report(), session.cache
         tokens: list[list[int]] = []
         finished: list[str] = []
@@ -259,7 +249,7 @@ class Reasoning(Task):
             "prefill_s": compressed["time"]["prefill_s"],
             "compress_s": compressed["time"]["compress_s"],
             "tpot_s": tpot,
-            "prefill_peak": prompt_peak.peak,
+            "prefill_peak": prompt_peak,
             "decode_peak": decode_peak.peak,
         }
 

@@ -48,6 +48,7 @@ class RowsTask(Task):
     folder: ClassVar[str]  # under paths.data
     fields: ClassVar[tuple[str, ...]]  # that a row must have
     answer_tokens: ClassVar[int]
+    templates: ClassVar[tuple[str, ...]] = prompts.TEMPLATES
 
     source: str = "auto"
     question: str = "seen"
@@ -55,7 +56,7 @@ class RowsTask(Task):
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        for field, values in {"question": ("seen", "hidden"), "template": prompts.TEMPLATES}.items():
+        for field, values in {"question": ("seen", "hidden"), "template": self.templates}.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"task.{field}={getattr(self, field)!r}; valid: {', '.join(values)}")
         if self.max_length is not None and self.max_length < 16:
@@ -95,7 +96,11 @@ class RowsTask(Task):
             if found is None:
                 raise ValueError(f"task.source={self.source!r} is no file and no folder with {self._wanted()}")
             return found
-        return self._within(Path(self.data) / self.folder) if self.data else None
+        return next(filter(None, map(self._within, self.places())), None)
+
+    def places(self) -> list[Path]:
+        """Folders to look in where no source is named."""
+        return [Path(self.data) / self.folder] if self.data else []
 
     def _within(self, folder: Path) -> Path | None:
         for name in self.names():
@@ -122,10 +127,14 @@ class RowsTask(Task):
         hub = self.hub()
         if hub is not None:
             try:
-                return from_hub(*hub, self.fields)
+                return self.fetch(*hub)
             except Exception as error:  # whatever the Hub's client raises without a network
                 text, cause = f"{text}, then for {hub[0]} on the Hub ({type(error).__name__}: {error})", error
         raise ValueError(f"{text}. Set paths.data or task.source") from cause
+
+    def fetch(self, repository: str, subset: str | None, split: str) -> Sequence[dict[str, Any]]:
+        """All rows from the Hub."""
+        return from_hub(repository, subset, split, self.fields)
 
     def asked(self) -> Iterator[tuple[dict[str, Any], Asked]]:
         """Every row with its prompt."""

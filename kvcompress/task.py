@@ -129,12 +129,7 @@ class Task(ABC):
             decoded token), `prefill_peak` and `decode_peak` (bytes of the device, or of this process on the CPU).
         """
         device = session.model.device
-        synchronize(device)
-        with PeakMemory(device) as prompt_peak:
-            start = time.perf_counter()
-            session.prefill([torch.tensor([segment], device=device) for segment in sample.segments])
-            synchronize(device)
-            prompt_s = time.perf_counter() - start
+        prompt_s, prompt_peak = prefill(session, sample)
         compressed = session.report()  # outside the timed region: counting bytes is our work, not the method's
         tokens: list[list[int]] = []
         finished: list[str] = []
@@ -165,6 +160,25 @@ class Task(ABC):
             "prefill_s": compressed["time"]["prefill_s"],
             "compress_s": compressed["time"]["compress_s"],
             "tpot_s": tpot,
-            "prefill_peak": prompt_peak.peak,
+            "prefill_peak": prompt_peak,
             "decode_peak": decode_peak.peak,
         }
+
+
+def prefill(session: Any, sample: Sample) -> tuple[float, int | None]:
+    """Run a sample's prompt → seconds until its logits are there, compression included, and peak memory in bytes."""
+    device = session.model.device
+    synchronize(device)
+    with PeakMemory(device) as peak:
+        start = time.perf_counter()
+        session.prefill([torch.tensor([segment], device=device) for segment in sample.segments])
+        synchronize(device)
+        seconds = time.perf_counter() - start
+    return seconds, peak.peak
+
+
+def of_suite(base: type[Task], suite: str, name: str, about: str, metric: str, **members: Any) -> type[Task]:
+    """The task `<suite>/<name>`: `base` with a name, a metric and class variables of its own."""
+    title = "".join(part.capitalize() for part in name.replace("-", "_").split("_"))
+    own = {"__doc__": about, "__module__": base.__module__, "name": f"{suite}/{name}", "metric": metric, **members}
+    return dataclass(frozen=True, kw_only=True)(type(f"{base.__name__}{title}", (base,), own))

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvcompress import jsonl, prompts
 from kvcompress.generate import pick
 from kvcompress.haystack import Encoder, built_in_prose, frame
 from kvcompress.task import Sample, Task, Turn
@@ -39,13 +40,11 @@ def read_texts(path: Path, field: str) -> tuple[tuple[str, str], ...]:
         ValueError: names the file, and the line that is no record or lacks the field.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold other line separators
+        lines = jsonl.lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task.texts={path}: {error}; a JSON Lines file, absolute or inside paths.data") from None
     found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
@@ -153,19 +152,12 @@ class Fidelity(Task):
             if len(ids) < room + forced and (forced or not ids):
                 continue
             prompt = (*wrap.head, *ids[:room], *wrap.tail)
-            text = tokenizer.decode(prompt, skip_special_tokens=False)
             yield Sample(
                 id=f"{self.source}-{name}-P{self.prompt_tokens}-C{self.continuation_tokens}-s{self.seed}",
                 segments=(prompt,),
                 turns=(Turn(tuple(ids[room : room + forced]), 0 if forced else self.continuation_tokens),),
                 protocol={"template": wrap.template, "source": self.source, "texts": self.texts},
-                meta={
-                    "prompt_tokens": len(prompt),
-                    "truncated_tokens": 0,
-                    "prompt_hash": hashlib.sha256(" ".join(map(str, prompt)).encode()).hexdigest()[:16],
-                    "prompt_first": text[:200],
-                    "prompt_last": text[-200:],
-                },
+                meta=prompts.facts(tokenizer, prompt),
             )
             made += 1
             if made == self.n_texts:

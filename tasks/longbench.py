@@ -7,7 +7,7 @@ template wraps the prompt is in every record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import yaml
 
 from kvcompress import jsonl, metrics, prompts
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.rows import Asked, RowsTask
+from kvcompress.task import Sample, Task, Turn, of_suite
 
 FIELDS = ("input", "context", "answers", "all_classes", "length")
 HUB = (
@@ -44,7 +45,7 @@ def from_hub(repository: str, name: str, revision: str | None) -> tuple[dict[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongBench(Task):
+class LongBench(RowsTask):
     """One data set of LongBench. `dataset` and `metric` are the class's.
 
     Attributes:
@@ -59,100 +60,74 @@ class LongBench(Task):
     """
 
     dataset: ClassVar[str]
-    version: ClassVar[str] = "1"
-    metric_version: ClassVar[str] = "1"
+    folder: ClassVar[str] = "longbench_v1"
+    fields: ClassVar[tuple[str, ...]] = FIELDS
+    templates: ClassVar[tuple[str, ...]] = ("official", *prompts.TEMPLATES)
 
     extended: bool = False
-    max_length: int | None = None
     truncation: str = "text"
     template: str = "official"
-    question: str = "seen"
-    source: str = "auto"
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        valid = {
-            "truncation": ("text", "tokens"),
-            "template": ("official", *prompts.TEMPLATES),
-            "question": ("seen", "hidden"),
-        }
-        for field, values in valid.items():
-            if getattr(self, field) not in values:
-                raise ValueError(f"task.{field}={getattr(self, field)!r}; valid: {', '.join(values)}")
-        if self.max_length is not None and self.max_length < 16:
-            raise ValueError(f"task.max_length={self.max_length}; at least 16 tokens")
-        if self.extended and not self.about["extended"]:
+        super().__post_init__()
+        if self.truncation not in ("text", "tokens"):
+            raise ValueError(f"task.truncation={self.truncation!r}; valid: text, tokens")
+        if self.extended and not self.published["extended"]:
             names = ", ".join(name for name, about in settings().items() if about["extended"])
             raise ValueError(f"LongBench-E has no {self.dataset}; it has {names}")
 
     @property
-    def about(self) -> dict[str, Any]:
+    def published(self) -> dict[str, Any]:
         return settings()[self.dataset]
 
+    def names(self) -> Sequence[str]:
+        return [self.dataset + ("_e" if self.extended else "")]
+
     def file(self) -> Path | None:
-        """The JSON Lines file to read, or None for the Hub."""
-        name = self.dataset + ("_e" if self.extended else "")
-        if self.source == "hub":
-            return None
-        if self.source != "auto":
-            path = Path(self.source).expanduser()
-            if path.is_file():
-                return path
-            found = jsonl.find(name, [path])
-            if found is None:
-                raise ValueError(f"task.source={self.source!r} is no file and no folder with {name}.jsonl")
-            return found
-        data = Path(self.data) if self.data else None
-        return jsonl.find(name, [data and data / "longbench_v1", data and data / "longbench_v1" / "mini", data])
+        return None if self.source == "hub" else super().file()
 
-    def rows(self) -> Sequence[dict[str, Any]]:
-        """The records, in the order of the file.
+    def places(self) -> list[Path]:
+        data = super().places()
+        return [place for folder in data for place in (folder, folder / "mini", folder.parent)]
 
-        Raises:
-            ValueError: a broken or incomplete file, or no data where it was looked for.
-        """
-        path = self.file()
-        if path is not None:
-            return jsonl.read(path, FIELDS)
-        name = self.dataset + ("_e" if self.extended else "")
-        try:
-            return from_hub(HUB, name, self.revision)
-        except Exception as error:
-            looked = f"{self.data}/longbench_v1" if self.data else "paths.data (not set)"
-            raise ValueError(
-                f"no data for longbench/{self.dataset}: looked for {name}.jsonl in {looked}, then for {HUB} on the Hub "
-                f"({type(error).__name__}: {error}). Set paths.data or task.source"
-            ) from error
+    def hub(self) -> tuple[str, str | None, str]:
+        return HUB, self.names()[0], "test"
+
+    def fetch(self, repository: str, subset: str | None, split: str) -> Sequence[dict[str, Any]]:
+        return from_hub(repository, str(subset), self.revision)
 
     def fingerprint(self) -> dict[str, Any]:
-        path = self.file()
-        if path is None:
-            return {"data": f"hub:{HUB}@{self.revision or 'newest'}", "records": len(self.rows())}
-        return {"data": jsonl.content_hash(path), "records": len(self.rows())}
+        found = super().fingerprint()
+        return found if self.file() else {**found, "data": f"hub:{HUB}@{self.revision or 'newest'}"}
+
+    def new_tokens(self, row: Mapping[str, Any]) -> int:
+        return int(self.published["max_new_tokens"])
+
+    def about(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"length": row["length"], "classes": row["all_classes"]}
+
+    def limit(self, tokenizer: Any) -> int | None:
+        if self.max_length is not None:
+            return self.max_length
+        return int(min(tokenizer.model_max_length, 1 << 20)) - self.published["max_new_tokens"] - MARGIN
+
+    def ask(self, row: Mapping[str, Any], where: str) -> Asked:
+        head, _, rest = self.published["template"].partition("{context}")
+        tail = rest.format(input=row["input"])
+        return Asked(head + row["context"] + tail, tail, tuple(str(answer) for answer in row["answers"]))
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        about = self.about
-        template = self.template
+        template, limit = self.template, self.limit(tokenizer)
         if template == "official":
-            template = "auto" if about["chat"] else "none"
-        limit = self.max_length
-        if limit is None:
-            limit = int(min(tokenizer.model_max_length, 1 << 20)) - about["max_new_tokens"] - MARGIN
-        stop = tuple(tokenizer.encode("\n", add_special_tokens=False)[-1:]) if about["newline_stops"] else ()
-        head, _, rest = about["template"].partition("{context}")
-        for number, row in enumerate(self.rows()):
-            tail = rest.format(input=row["input"])
-            hide = self.question == "hidden"
-            prompt = prompts.build(
-                tokenizer, head + row["context"] + tail, tail, template, limit, self.truncation, hide
-            )
-            turn = Turn(
-                ids=prompt.question,
-                max_new_tokens=about["max_new_tokens"],
-                stop=stop,
-                references=tuple(str(answer) for answer in row["answers"]),
-                min_new_tokens=1 if stop else 0,  # as published: a newline cannot be all there is
-            )
+            template = "auto" if self.published["chat"] else "none"
+        newline = self.published["newline_stops"]
+        stop = tuple(tokenizer.encode("\n", add_special_tokens=False)[-1:]) if newline else ()
+        hide = self.question == "hidden"
+        for number, (row, asked) in enumerate(self.asked()):
+            prompt = prompts.build(tokenizer, asked.text, asked.tail, template, limit, self.truncation, hide)
+            # as published: a newline cannot be all there is
+            turn = Turn(prompt.question, self.new_tokens(row), stop, asked.references, min_new_tokens=1 if stop else 0)
             yield Sample(
                 id=str(row.get("_id") or number),
                 segments=(prompt.context,),
@@ -163,7 +138,7 @@ class LongBench(Task):
                     "truncation": self.truncation,
                     "max_length": limit,
                 },
-                meta={"length": row["length"], "classes": row["all_classes"], **prompts.describe(tokenizer, prompt)},
+                meta={**self.about(row), **prompts.describe(tokenizer, prompt)},
             )
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
@@ -174,19 +149,12 @@ class LongBench(Task):
 
     def clean(self, text: str) -> str:
         """An answer as it is scored: its first line where LongBench cuts it, else all of it."""
-        return text.lstrip("\n").split("\n")[0] if self.about["first_line"] else text
+        return text.lstrip("\n").split("\n")[0] if self.published["first_line"] else text
 
 
-def _dataset(name: str, about: dict[str, Any]) -> type[LongBench]:
-    members = {
-        "__doc__": f"LongBench's {name} ({about['category'].replace('_', ' ')}, metric {about['metric']}).",
-        "__module__": __name__,
-        "name": f"longbench/{name}",
-        "dataset": name,
-        "metric": about["metric"],
-    }
-    title = "".join(part.capitalize() for part in name.replace("-", "_").split("_"))
-    return dataclass(frozen=True, kw_only=True)(type(f"LongBench{title}", (LongBench,), members))
+def _dataset(name: str, about: dict[str, Any]) -> type[Task]:
+    text = f"LongBench's {name} ({about['category'].replace('_', ' ')}, metric {about['metric']})."
+    return of_suite(LongBench, "longbench", name, text, about["metric"], dataset=name)
 
 
 globals().update({cls.__name__: cls for cls in (_dataset(name, about) for name, about in settings().items())})

@@ -9,13 +9,13 @@ the prompt alone.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from kvcompress import metrics, prompts
 from kvcompress.haystack import ADJECTIVES, NOUNS, Encoder, Haystack, essays_folder, fill, frame, load_haystack
 from kvcompress.task import Sample, Task, Turn
 
@@ -147,7 +147,6 @@ class Needle(Task):
         context = (*wrap.head, *filled.ids)
         prompt = context + wrap.tail
         seen = self.question == "seen"
-        text = tokenizer.decode(prompt, skip_special_tokens=False)
         return Sample(
             id=f"{self.form}-L{length}-d{depth:g}-s{self.seed}.{number}",
             segments=((*context, *wrap.tail) if seen else context,),
@@ -156,14 +155,10 @@ class Needle(Task):
             meta={
                 "length": length,
                 "depth": depth,
-                "prompt_tokens": len(prompt),
-                "truncated_tokens": 0,
                 "hay_tokens": filled.hay,
                 "needle_depths": [round(d, 6) for d in filled.depths],
                 "needle_offsets": [len(wrap.head) + offset for offset in filled.offsets],
-                "prompt_hash": hashlib.sha256(" ".join(map(str, prompt)).encode()).hexdigest()[:16],
-                "prompt_first": text[:200],
-                "prompt_last": text[-200:],
+                **prompts.facts(tokenizer, prompt),
             },
         )
 
@@ -187,6 +182,4 @@ class Needle(Task):
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """RULER's string_match_all: the share of references contained in the answer, case ignored."""
-        text = "".join(char if ord(char) > 31 else "\n" for char in out["text"][0].strip()).lower()
-        references = sample.turns[0].references
-        return {"score": sum(reference.lower() in text for reference in references) / len(references)}
+        return {"score": metrics.score(self.metric, out["text"][0], sample.turns[0].references)}

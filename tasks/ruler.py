@@ -21,7 +21,7 @@ import yaml
 from kvcompress import jsonl, metrics, prompts, ruler
 from kvcompress.haystack import load_haystack
 from kvcompress.questions import read_questions
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.task import Sample, Task, Turn, of_suite
 
 
 @lru_cache(maxsize=1)
@@ -191,16 +191,9 @@ class Ruler(Task):
         return {"score": metrics.score(self.metric, out["text"][0], sample.turns[0].references)}
 
 
-def _task(name: str, about: dict[str, Any]) -> type[Ruler]:
-    members = {
-        "__doc__": f"RULER's {name} ({about['kind'].replace('_', ' ')}, metric {about['metric']}).",
-        "__module__": __name__,
-        "name": f"ruler/{name}",
-        "task": name,
-        "metric": about["metric"],
-    }
-    title = "".join(part.capitalize() for part in name.split("_"))
-    return dataclass(frozen=True, kw_only=True)(type(f"Ruler{title}", (Ruler,), members))
+def _task(name: str, about: dict[str, Any]) -> type[Task]:
+    text = f"RULER's {name} ({about['kind'].replace('_', ' ')}, metric {about['metric']})."
+    return of_suite(Ruler, "ruler", name, text, about["metric"], task=name)
 
 
 globals().update({cls.__name__: cls for cls in (_task(name, about) for name, about in settings().items())})
