@@ -16,7 +16,6 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvcompress-installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-export HYDRA_FULL_ERROR ?= 1
 
 .PHONY: help env demo test lint format clean distclean
 .DEFAULT_GOAL := help

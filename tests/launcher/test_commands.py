@@ -28,10 +28,11 @@ def shared_flags(folder):
 
 
 @pytest.fixture(autouse=True)
-def clean_hydra():
-    """Hydra's singletons are per process: each command starts afresh."""
+def clean_hydra(monkeypatch):
+    """Hydra's singletons are per process: each command starts afresh, and a caller's wish for tracebacks stays out."""
     from hydra.core.global_hydra import GlobalHydra
 
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     before = sys.argv[:]
     GlobalHydra.instance().clear()
     yield
