@@ -20,11 +20,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvcompress import models
+from kvcompress.launcher.compose import compose_once_per_choice
 from kvcompress.launcher.plugin import store_launcher
 from kvcompress.method import Allocator, Codec, Method, Prefill, Reader, Schedule
 from kvcompress.methods import METHODS
@@ -189,6 +191,7 @@ def composing() -> Iterator[Callable[[Sequence[str]], DictConfig]]:
     """A function that composes a cell from command-line overrides, without a command line."""
     register()
     with initialize_config_dir(str(folder()), version_base="1.3"):
+        compose_once_per_choice(GlobalHydra.instance().config_loader())
         yield lambda overrides: compose("config", list(overrides))
 
 
