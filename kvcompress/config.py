@@ -222,9 +222,10 @@ def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
             several |= ",".join(names) != values
             override = f"task={','.join(names)}"
         expanded.append(override)
-    sweep = bool({"-m", "--multirun"} & set(expanded))
-    if several and not sweep:
-        expanded.insert(0, "-m")
+    flags = {"-m", "--multirun"}
+    sweep = bool(flags & set(expanded))
+    if several or sweep:  # first, as argparse takes no flag among the overrides
+        expanded = ["-m", *(override for override in expanded if override not in flags)]
     return _per_cell(expanded) if several or sweep else expanded
 
 
@@ -277,13 +278,16 @@ def check_overrides(overrides: Sequence[str], folder: Path) -> None:
     for override in overrides:
         group, equals, values = override.partition("=")
         group = group.lstrip("+").partition("@")[0]
-        if not equals or group not in GROUPS or any(mark in values for mark in "({[$"):
+        if not equals or group not in GROUPS or any(mark in values for mark in "({$"):
             continue
+        if "[" in values:
+            raise ValueError(f"{override}: one {group} is wanted, no list; to sweep: -m {group}={values.strip('[]')}")
         valid = options(group, folder)
         for value in values.split(","):
             value = value.strip().strip("'\"")
             if value == "null":
-                raise ValueError(f"{group}=null: Hydra cannot choose nothing; leave {group} out, or write ~{group}")
+                fix = f"leave {group} out" + (f", or write {group}=own for the method's own" if "own" in valid else "")
+                raise ValueError(f"{group}=null: Hydra cannot choose nothing; {fix}")
             if value in valid or not value:
                 continue
             if group == "model" and value.count("/") == 1 and value[0] not in "./~" and not value.startswith("random/"):

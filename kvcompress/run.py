@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key,
 from kvcompress.launcher.dry import estimate
 from kvcompress.launcher.plan import Group, group_cells, note_cells
 from kvcompress.launcher.work import Options, Worker, release
+from kvcompress.refusals import Refused, explain
 
 __all__ = ["Options", "Outcome", "Runner", "identity", "is_oom", "main", "pair_id", "release"]
+
+FULL = "HYDRA_FULL_ERROR"  # 1: whatever Hydra refuses is raised, with its traceback
 
 
 class Runner:
@@ -199,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `status=results/<sweep>` shows what there is of a sweep instead.
 
-    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 a name on the command line is unknown or
-    the results folder cannot be one, 130 interrupted.
+    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 the command line is refused (an unknown
+    name or key, a value that does not fit, no cell at all, a results folder that cannot be one), 130 interrupted.
     """
     import hydra
     from transformers.utils import logging as transformers_logging
@@ -231,29 +236,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cell.sweep = runner.sweep  # type: ignore[attr-defined]  # what the shared launcher calls with all cells at once
     interrupted = False
     before, sys.argv[1:] = sys.argv[1:], arguments
+    traceback, os.environ[FULL] = os.environ.get(FULL), "1"  # Hydra shall raise what it refuses, not print it
     try:
         hydra.main(version_base="1.3", config_path=str(folder()), config_name="config")(cell)()
     except KeyboardInterrupt:
         interrupted = True
         console.print("interrupted: what is finished is kept, the same command goes on from here", style="yellow")
+    except Refused as error:
+        if traceback == "1":
+            raise
+        console.print(explain(error), style="red", highlight=False, markup=False)
+        return 2
     finally:
         sys.argv[1:] = before
+        os.environ.pop(FULL)
+        if traceback is not None:
+            os.environ[FULL] = traceback
     return summary(runner.outcomes, console, interrupted)
 
 
 def check_results(arguments: Sequence[str]) -> None:
-    """Refuse a `paths.results` that cannot be a folder, which Hydra would say with a traceback.
+    """Refuse a `paths.results` that cannot be a folder or cannot be written to, which Hydra would say with a traceback.
 
     Raises:
         ValueError: names the folder and what is in the way.
     """
-    for argument in arguments:
-        name, _, folder = argument.partition("=")
-        if name == "paths.results" and folder and not set(folder) & set("$,'\""):
-            try:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"cannot write to paths.results={folder}: {error}") from None
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("paths.results=")]
+    for folder in named or ["results"]:
+        if not folder or set(folder) & set("$,'\""):
+            continue
+        place = Path(folder).absolute()
+        try:
+            while not place.exists():
+                place = place.parent
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise ValueError(f"cannot write to paths.results={folder}: {error}") from None
 
 
 def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = False) -> int:

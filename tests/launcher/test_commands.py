@@ -7,6 +7,7 @@ import json
 import sys
 
 import pytest
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from rich.console import Console
 from sweeps import SHARED, SHORT, TOGETHER, cell, cells, left, sweep
@@ -57,25 +58,80 @@ def test_every_cell_has_its_folder_with_its_own_configuration(tmp_path):
     assert all(str(tmp_path) in path.read_text() for path in found)
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [(("method=snapkv", "budget=range(5,5)"), "no cell"), (("method=snapkv", "bugdet=0.5"), "bugdet")],
-    ids=["no cell", "no such key"],
-)
-def test_a_sweep_that_makes_no_sense_is_refused_before_work(tmp_path, monkeypatch, capfd, arguments, says):
+REFUSED = [
+    (["budget=range(5,5)"], "no cell"),
+    (["bugdet=0.5"], "did you mean budget?"),
+    (["metod=h2o,snapkv"], "did you mean method?"),
+    (["modle=random"], "did you mean model?"),
+    (["experiement=quick"], "did you mean experiment?"),
+    (["lengths=[300]"], "did you mean task.lengths?"),
+    (["task.lenghts=[300]"], "did you mean task.lengths?"),
+    (["method.windw=8"], "no setting of SnapKV; did you mean method.window?"),
+    (["hydra.launcher.memroy=1"], "did you mean hydra.launcher.memory?"),
+    (["hydra/launcher=shred"], "did you mean shared?"),
+    (["budget=25%"], "such as budget=0.25"),
+    (["budget=0.5,much"], "budget=much: a budget is a share"),
+    (["budget=range(1,2"], "cannot be read"),
+    (["budget=[0.5,0.25]"], "such as budget=0.25"),
+    (["method.window=[8,16]"], "-m method.window=8,16"),
+    (["method=[h2o,snapkv]"], "-m method=h2o,snapkv"),
+    (["task.lengths=300"], "task.lengths=[300]"),
+    (["seed=1.5"], "could not be converted to Integer"),
+    (["allocator.floor=2"], "allocator=NAME"),
+    (["allocator=null,ada"], "write allocator=own"),
+    (["+budget=0.5"], "leave the + out"),
+    (["~metod"], "'metod' does not exist"),
+    (["budget"], "key=value"),
+    (["paths.results=a(b"], "quote it twice"),
+    (["hydra.launcher.memory=0"], "GiB above 0"),
+    (["hydra.launcher.engine=slurm"], "joblib, submitit, ray"),
+]
+
+
+@pytest.mark.parametrize("arguments, says", REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_a_command_line_that_makes_no_sense_is_refused_in_one_line_before_work(
+    tmp_path, monkeypatch, capfd, arguments, says
+):
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(SystemExit) as ended:
-        command(tmp_path, *arguments)
-    assert ended.value.code == 1 and says in capfd.readouterr().err
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert command(tmp_path, "method=snapkv", *arguments) == 2
+    printed = capfd.readouterr().err.strip()
+    assert says in printed and printed.count("\n") == 0
     assert not list(tmp_path.rglob("record.json"))
 
 
-def test_choosing_nothing_and_a_folder_that_cannot_be_are_said_without_a_traceback(tmp_path, capfd):
+def test_several_values_without_m_say_how_to_sweep(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert main([*SHORT, "budget=0.5,0.25"]) == 2
+    assert "with -m they are a sweep" in capfd.readouterr().err
+
+
+def test_who_asks_for_tracebacks_gets_what_hydra_raises(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(HydraException):
+        command(tmp_path, "bugdet=0.5")
+
+
+def test_a_flag_may_stand_among_the_overrides(tmp_path):
+    assert main([*SHORT, f"paths.results={tmp_path}", "limit=1", "method=snapkv", "-m", "budget=0.5,0.2"]) == 0
+    assert len(left(tmp_path)) == 2
+
+
+def test_a_sweep_may_name_the_methods_own_part_beside_others(tmp_path):
+    assert command(tmp_path, "method=snapkv", "budget=0.5", "allocator=own,ada") == 0
+    records = [record.read_record(path) for path in tmp_path.glob("test/*/record.json")]
+    assert sorted(found["parts.allocator"] for found in records) == ["ada", "uniform"]
+    (alone,) = [o for o in sweep([cell(tmp_path, "method=snapkv", "budget=0.5", "limit=1")])[0]]
+    assert alone.status == "done", "own is what is there when nothing is said"
+
+
+def test_a_folder_that_cannot_be_is_said_without_a_traceback(tmp_path, capfd):
     (tmp_path / "file").write_text("in the way")
-    for argument, says in (("allocator=ada,null", "leave allocator out"), ("", "cannot write to")):
-        assert command(tmp_path / "file" / "sub", "method=snapkv", *([argument] if argument else [])) == 2
-        printed = capfd.readouterr().err
-        assert says in printed.replace("\n", " ") and "Traceback" not in printed
+    assert command(tmp_path / "file" / "sub", "method=snapkv") == 2
+    printed = capfd.readouterr().err
+    assert "cannot write to" in printed.replace("\n", " ") and "Traceback" not in printed
+    assert main([*SHORT, "method=snapkv", "paths.results=/proc"]) == 2
+    assert "cannot write to paths.results=/proc" in capfd.readouterr().err
 
 
 def test_a_dry_run_of_a_model_that_cannot_be_loaded_says_so(tmp_path, capfd):
