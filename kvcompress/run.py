@@ -17,7 +17,7 @@ from kvcompress.budget import NotTogether
 from kvcompress.config import check_overrides, expand_suites, folder, register, with_launcher
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
 from kvcompress.launcher.dry import estimate
-from kvcompress.launcher.plan import Group, group_cells, note_cells
+from kvcompress.launcher.plan import Group, group_cells, listed, note_cells
 from kvcompress.launcher.work import Options, Worker, release
 from kvcompress.refusals import Refused, explain
 
@@ -63,9 +63,10 @@ class Runner:
         made = [self._cell(config) for config in configs]
         cells = [cell for cell in made if cell is not None]
         groups = group_cells(cells, options.share)
+        dry = any(config.get("dry") for config in configs)
         if len(cells) > 1:
-            self._explain(groups)
-        if any(config.get("dry") for config in configs):
+            self._explain([group for group in groups if not (dry and group.shared)])
+        if dry:
             faults = estimate(groups, self._load, self.console)
             for cell in cells:
                 fault = faults.get(cell.run_id)
@@ -132,16 +133,17 @@ class Runner:
 
     def _explain(self, groups: Sequence[Group]) -> None:
         """Say which cells share, and which run alone and why."""
-        alone: dict[str, list[str]] = {}
+        alone: dict[str, list[Cell]] = {}
         for group in groups:
             first = group.cells[0]
             if group.shared:
                 text = f"{len(group.cells)} cells share each prefill: {first.config.model.name} {first.task.name}"
                 self.console.print(text, style="dim", highlight=False, markup=False)
             else:
-                alone.setdefault(group.reason, []).append(first.title)
-        for reason, titles in alone.items():
-            text = f"{reason}: {', '.join(titles)} {'runs' if len(titles) == 1 else 'run'} alone"
+                alone.setdefault(group.reason, []).append(first)
+        for reason, cells in alone.items():
+            tasks = ", ".join(dict.fromkeys(cell.task.name for cell in cells))
+            text = f"{reason}: {listed(cells)} · {tasks} {'runs' if len(cells) == 1 else 'run'} alone"
             self.console.print(text, style="dim", highlight=False, markup=False)
 
     def _group(self, group: Group, options: Options, again: bool = False) -> bool:

@@ -86,6 +86,20 @@ def group_cells(cells: Iterable[Cell], share: bool = True) -> list[Group]:
     return sorted(groups.values(), key=lambda group: order[model_key(group.cells[0].config)])
 
 
+def listed(cells: Sequence[Cell]) -> str:
+    """Cells as `method budget, budget; method …`, those that differ in other settings counted."""
+    budgets: dict[str, list[str]] = {}
+    for cell in cells:
+        found = budgets.setdefault(str(cell.config.method.name), [])
+        if cell.method.budget_kind != "none":
+            found.append(str(cell.method.budget))
+    texts = []
+    for name, found in budgets.items():
+        several = f" ({len(found) // len(set(found))} each)" if len(found) > len(set(found)) else ""
+        texts.append(f"{name} {', '.join(dict.fromkeys(found))}".strip() + several)
+    return "; ".join(texts)
+
+
 def note_cells(cells: Sequence[Cell]) -> None:
     """Write down which cells a sweep has, beside those that are noted already, so that missing ones can be told.
 

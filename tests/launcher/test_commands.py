@@ -141,12 +141,25 @@ def test_a_dry_run_of_a_model_that_cannot_be_loaded_says_so(tmp_path, capfd):
     assert printed.count("failed: ") == 2 and "Traceback" not in printed
 
 
-def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, capfd):
+def test_the_plan_of_a_dry_run_fits_eighty_columns(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "80")
+    budgets = ",".join(str(round(0.05 * i, 2)) for i in range(1, 20))
+    assert command(tmp_path, "method=snapkv,tova,adakv,keydiff", f"budget={budgets}", "seed=0,1", "dry=true") == 0
+    printed = capfd.readouterr().err.splitlines()
+    assert max(map(len, printed)) <= 80 and len(printed) < 40
+    sums = next(line.split() for line in printed if line.split()[:1] == ["all"])
+    assert sums[1:3] == ["152", "152"]
+
+
+def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "200")
     assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2", "dry=true") == 0
     printed = capfd.readouterr().err
     assert "4 cells share each prefill" in printed and "cell by cell" in printed
-    numbers = [line.split() for line in printed.splitlines() if "random" in line and "needle" in line][-1]
-    assert "3" in numbers, "of four prefills three are saved"
+    assert "1: random/llama · needle · seed 0 · 4 cells share each prefill: snapkv 0.5, 0.2; tova 0.5, 0.2" in printed
+    head, numbers = (line.split() for line in printed.splitlines()[1:3])
+    assert head[-6:-4] == ["saved", "prompt"], head
+    assert numbers[:5] == ["1", "4", "4", "1", "3"], "of four prefills three are saved"
     assert not list(tmp_path.rglob("record.json")) and not list(tmp_path.rglob("sweep.json"))
 
 
@@ -176,6 +189,17 @@ def test_status_of_a_finished_sweep_is_0_and_of_no_sweep_2(tmp_path, capsys):
     console = Console(file=io.StringIO(), width=200)
     assert show(tmp_path / "nowhere", console) == 2 and "no such folder" in console.file.getvalue()
     assert show(tmp_path, console) == 2 and "no sweep lies here" in console.file.getvalue()
+
+
+def test_status_is_sorted_by_method_and_budget_and_shows_scores(tmp_path, capsys):
+    sweep(cells(tmp_path, "snapkv,knorm", "64,0.2,0.5", "limit=1"))
+    assert main([f"status={tmp_path / 'test'}"]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert " ".join(printed[0]) == "model random/llama, seed 0" and printed[1][4] == "score"
+    rows = [line[1:3] for line in printed if line[0] == "ok"]
+    assert rows == [[method, budget] for method in ("knorm", "snapkv") for budget in ("0.5", "0.2", "64")]
+    scores = {line[4] for line in printed if line[0] == "ok"}
+    assert scores <= {"0", "1"}
 
 
 @pytest.mark.parametrize("cells", [{"q": None}, ["q"], None])
