@@ -80,7 +80,7 @@ def on_joblib(
 def _guarded(work: Work, number: int, part: Part, options: Options) -> Done:
     try:
         return number, work(part, options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return number, RuntimeError(f"{type(error).__name__}: {error}")  # which is sure to travel
 
 

@@ -158,7 +158,7 @@ def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, monkey
     assert "4 cells share each prefill" in printed and "cell by cell" in printed
     assert "1: random/llama · needle · seed 0 · 4 cells share each prefill: snapkv 0.5, 0.2; tova 0.5, 0.2" in printed
     head, numbers = (line.split() for line in printed.splitlines()[1:3])
-    assert head[-6:-4] == ["saved", "prompt"], head
+    assert head[-5:-3] == ["saved", "prompt"]
     assert numbers[:5] == ["1", "4", "4", "1", "3"], "of four prefills three are saved"
     assert not list(tmp_path.rglob("record.json")) and not list(tmp_path.rglob("sweep.json"))
 
