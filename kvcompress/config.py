@@ -46,7 +46,7 @@ class ModelConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    device_map: str | None = None
+    device_map: Any = None  # a name, as auto, or a table from module to device
     options: dict[str, Any] = field(default_factory=dict)
 
 

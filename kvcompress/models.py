@@ -116,7 +116,8 @@ def load(
         allow_pickle: read weights that are not safetensors; unpickling can run any code.
         revision: branch, tag or commit of a Hub id.
         attn_implementation: as in transformers; None leaves the choice to it.
-        device_map: as in transformers (`auto` spreads over all devices); replaces `device`.
+        device_map: as in transformers (`auto` spreads over all devices, a table gives each module its own or `disk`);
+            replaces `device`; random models ignore it.
         options: for `random/...` only, as in `random_model`.
 
     Raises:
@@ -278,6 +279,11 @@ def _from_pretrained(
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **shared, **extras)
     except (OSError, ValueError) as error:
         raise _explained(error, name, source) from error
+    if model.device.type == "meta":
+        raise ValueError(
+            f"device_map={device_map!r} keeps the first weights of {name!r} off every device; map its embeddings to one, "
+            "or give accelerate more memory"
+        )
     if device_map is None:
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides nn.Module.to's own signature
     tokenizer.padding_side = "left"
