@@ -42,6 +42,7 @@ KEYS = (
         "protocol.hit_max_share",
         "protocol.shared",
         "protocol.decoding",
+        "protocol.decoding_why",
         "protocol.pair",
         "versions.source",
         "notes",
@@ -254,7 +255,7 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found |= _quartiles(key, values)
     protocols = [row.get("protocol", {}) for row in rows]
     for key in sorted({key for protocol in protocols for key in protocol}):
-        kinds = sorted({str(protocol.get(key)) for protocol in protocols})
+        kinds = sorted({str(protocol[key]) for protocol in protocols if key in protocol})
         found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
     found["protocol.kernel"] = outs[0]["end"].get("kernel")
     found["protocol.truncated_share"] = fmean(row.get("meta", {}).get("truncated_tokens", 0) > 0 for row in rows)

@@ -23,7 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvcompress import models, tracking
 from kvcompress.launcher.cell import Cell, Outcome, check_lengths, pair_id
 from kvcompress.launcher.check import Watched, difference
-from kvcompress.launcher.plan import Group
+from kvcompress.launcher.plan import Group, listed
+from kvcompress.launcher.room import new_tokens, too_large, turns
 from kvcompress.layer import CompressedLayer
 from kvcompress.measure import without_peaks
 from kvcompress.references import References
@@ -44,7 +45,8 @@ class Options:
         share: one prefill for all cells that can start from it.
         together: cells that share a prefill decode as rows of one batch where they can.
         check: also decode each cell alone, and fail it where the tokens differ without a close call.
-        memory: bytes that the caches of a shared prefill and its cells may take, None = no limit.
+        memory: bytes that the caches of a shared prefill and its cells may take, None = no limit. Cells take turns to
+            fit; one at a time beside the full cache is the least.
     """
 
     share: bool = True
@@ -79,6 +81,7 @@ class Worker:
         how: Options,
     ) -> None:
         self.load, self.console, self.settled, self.how = load, console, settled, how
+        self._said: set[str] = set()
 
     def run(self, group: Group) -> None:
         """Run every cell that has no outcome yet, and give it one.
@@ -140,11 +143,14 @@ class Worker:
                         self._fail(cell, fault)
                     continue
                 shared = self._prefill(group, loaded, sample) if group.shared and due else None
+                why = self._apart(group, due, sample, shared)
                 if shared is not None and self.how.together:
-                    self._together(due, loaded, sample, shared, partial(progress.advance, bar))
+                    together = [cell for cell in due if not why[cell.run_id]]
+                    self._together(together, loaded, sample, shared, partial(progress.advance, bar))
                 for cell in due:
                     if cell.open and sample.id not in cell.done:
-                        self._sample(cell, loaded, sample, shared, partial(progress.advance, bar))
+                        done = partial(progress.advance, bar)
+                        self._sample(cell, loaded, sample, shared, done, why[cell.run_id])
 
     def _prefill(self, group: Group, loaded: Loaded, sample: Sample) -> SharedPrefill | None:
         """The sample's prompt without eviction; None where that fails: each cell then runs its own."""
@@ -159,27 +165,51 @@ class Worker:
         release()
         return None
 
+    def _apart(self, group: Group, due: Sequence[Cell], sample: Sample, shared: SharedPrefill | None) -> dict[str, str]:
+        """By run id why a cell decodes this sample by itself, empty for those that decode together; said once."""
+        if shared is None:
+            why = "the shared prefill failed" if group.shared else group.reason
+            return {cell.run_id: why for cell in due}
+        if not self.how.together:
+            return {cell.run_id: "decoding together is switched off" for cell in due}
+        found = {cell.run_id: apart_because(cell, shared) for cell in due}
+        if list(found.values()).count("") == 1:
+            found = {run_id: why or "no other cell of its prefill can join it" for run_id, why in found.items()}
+        least = too_large(due, shared, new_tokens(sample), self.how.memory)
+        if least:
+            limit = f"hydra.launcher.memory={(self.how.memory or 0) / 2**30:.3g}"
+            text = f"{sample.id}: the full cache and one cell take {least / 2**30:.3g} GiB, {limit} is less; one at a time"
+            self._say(text, "yellow", limit)
+        for why in dict.fromkeys(filter(None, found.values())):
+            cells = [cell for cell in due if found[cell.run_id] == why]
+            self._say(f"{why}: {listed(cells)} · {cells[0].task.name} decode separately", "dim")
+        return found
+
+    def _say(self, text: str, style: str, about: str = "") -> None:
+        """Print a line, once for all samples of a group."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
+            self.console.print(text, style=style, highlight=False, markup=False)
+
     def _together(
         self,
-        due: Sequence[Cell],
+        cells: Sequence[Cell],
         loaded: Loaded,
         sample: Sample,
         shared: SharedPrefill,
         advance: Callable[[], object],
     ) -> None:
         """Run the sample for those cells whose decode steps can be rows of one batch."""
-        cells = [cell for cell in due if joins(cell, shared)]
-        if len(cells) < 2:
-            return
-        for turn in turns(cells, shared, self.how.memory):
+        for turn in turns(cells, shared, new_tokens(sample), self.how.memory) if cells else []:
             jobs = [(cell.method, partial(cell.task.run, sample=sample)) for cell in turn]
             with without_peaks():
                 results, share = decode_together(loaded.model, jobs, shared, str(turn[0].config.kernel))
             for cell, result in zip(turn, results, strict=True):
                 kind = "separate" if share == 0.0 else "together" if share == 1.0 else "partly together"
+                why = "" if share else "the memory limit" if len(turn) == 1 else "no step could be taken together"
                 if self.how.check and not isinstance(result, BaseException):
                     result, kind = checked(cell, loaded, sample, shared, result), f"{kind}, checked"
-                self._keep(cell, loaded, sample, advance, result, kind)
+                self._keep(cell, loaded, sample, advance, result, kind, why)
 
     def _sample(
         self,
@@ -188,12 +218,13 @@ class Worker:
         sample: Sample,
         shared: SharedPrefill | None,
         advance: Callable[[], object],
+        why: str,
     ) -> None:
         try:
             result: Any = run_sample(cell, loaded, sample, shared)
         except (Exception, SystemExit) as fault:
             result = fault
-        self._keep(cell, loaded, sample, advance, result, None if shared is None else "separate")
+        self._keep(cell, loaded, sample, advance, result, None if shared is None else "separate", why)
 
     def _keep(
         self,
@@ -203,12 +234,13 @@ class Worker:
         advance: Callable[[], object],
         result: Any,
         decoding: str | None,
+        why: str,
     ) -> None:
         """Write down what a sample's run returned, or the fault that ended it."""
         try:
             if isinstance(result, BaseException):
                 raise result
-            cell.folder.append(row(cell, loaded, sample, result, decoding))
+            cell.folder.append(row(cell, loaded, sample, result, decoding, why))
             cell.done.add(sample.id)
             advance()
             return
@@ -251,33 +283,13 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
     return replace(sample, turns=turns)
 
 
-def joins(cell: Cell, shared: SharedPrefill) -> bool:
-    """True if this cell's decode steps can be rows of a batch: its task asks the session alone, its cache is ours."""
-    ours = all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers)
-    return ours and type(cell.task).run is Task.run and cannot_join(cell.method) is None
-
-
-def turns(cells: Sequence[Cell], shared: SharedPrefill, memory: int | None) -> list[list[Cell]]:
-    """The cells in as many turns as it takes for the caches of each turn to fit beside the full one.
-
-    A cell holds what it keeps twice while it decodes with others: in its own cache, and in a row.
-    """
-    full, tokens = shared.cache.nbytes()["valid"], shared.ids.shape[1]
-    found: list[list[Cell]] = [[]]
-    room = left = None if memory is None else max(0, memory - full)
-    for cell in cells:
-        share = 1.0
-        if cell.method.limited:
-            share = min(
-                1.0, cell.method.budget if isinstance(cell.method.budget, float) else cell.method.budget / tokens
-            )
-        if left is not None and room is not None:
-            left -= round(2 * share * full)
-            if left < 0 and found[-1]:
-                found.append([])
-                left = room - round(2 * share * full)
-        found[-1].append(cell)
-    return found
+def apart_because(cell: Cell, shared: SharedPrefill) -> str:
+    """Why this cell's decode steps cannot be rows of a batch with others'; empty if they can."""
+    if not all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers):
+        return "the model has sliding-window layers, whose rows cannot be put together"
+    if type(cell.task).run is not Task.run:
+        return f"task={cell.task.name} steps through its answer itself"
+    return cannot_join(cell.method) or ""
 
 
 def checked(
@@ -303,8 +315,10 @@ def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill
         return cell.task.run(session, sample)
 
 
-def row(cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decoding: str | None) -> dict[str, Any]:
-    """One line of `samples.jsonl`; `decoding` says how tokens came to be if the prefill was shared."""
+def row(
+    cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decoding: str | None, why: str
+) -> dict[str, Any]:
+    """One line of `samples.jsonl`; `decoding` says how tokens came to be if the prefill was shared, `why` why apart."""
     if decoding is not None:
         out = without_times(out)
     out["text"] = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
@@ -317,7 +331,7 @@ def row(cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decodin
         "score": scores["score"],
         "scores": scores,
         "references": [list(turn.references) for turn in sample.turns],
-        "protocol": dict(sample.protocol) | {"decoding": decoding or "separate"},
+        "protocol": dict(sample.protocol) | {"decoding": decoding or "separate"} | ({"decoding_why": why} if why else {}),
         "meta": dict(sample.meta),
         "shared": decoding is not None,
         "out": out,

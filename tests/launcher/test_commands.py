@@ -231,6 +231,27 @@ def test_cells_decode_together_by_default_and_the_record_says_so(tmp_path):
     assert said == dict.fromkeys(("full", "snapkv", "knorm", "adakv"), "together") | {"tova": "separate"}
 
 
+def whys(folder):
+    """By method why its cells decode separately, as their records say."""
+    records = [record.read_record(path) for path in folder.glob("test/*/record.json")]
+    return {found["method"]: found["protocol.decoding_why"] for found in records}
+
+
+def test_why_a_cell_decodes_separately_is_said_and_in_its_record(tmp_path):
+    _, text = sweep(cells(tmp_path, "snapkv,knorm,tova", "0.5,0.2", "limit=1"), TOGETHER)
+    assert whys(tmp_path) == {"snapkv": None, "knorm": None, "tova": "it evicts while decoding"}
+    assert text.count("it evicts while decoding: tova 0.5, 0.2 · needle decode separately") == 1
+    _, text = sweep(cells(tmp_path / "sliding", "snapkv,knorm", "0.5", "limit=1", "model=random/gemma3_text"), TOGETHER)
+    assert "the model has sliding-window layers" in text
+    assert all("sliding-window layers" in why for why in whys(tmp_path / "sliding").values())
+    sweep(cells(tmp_path / "off", "snapkv,knorm", "0.5", "limit=1"), SHARED)
+    assert set(whys(tmp_path / "off").values()) == {"decoding together is switched off"}
+    sweep(cells(tmp_path / "two", "snapkv,tova", "0.5", "limit=1"), TOGETHER)
+    assert whys(tmp_path / "two")["snapkv"] == "no other cell of its prefill can join it"
+    sweep(cells(tmp_path / "alone", "snapkv", "0.5", "limit=1", "prefill=chunked"), TOGETHER)
+    assert whys(tmp_path / "alone") == {"snapkv": "prefill=chunked is its own"}
+
+
 def test_a_fault_in_one_of_the_cells_that_decode_together_ends_that_cell(tmp_path, monkeypatch):
     from kvcompress.methods import Knorm
 
@@ -286,19 +307,6 @@ def test_tokens_may_differ_from_a_close_call_on(found, leads, wrong):
     together = {"tokens": [found], "finished": ["length" if len(found) == 3 else "stop"]}
     said = difference(alone, together, [leads])
     assert said is None if wrong is None else wrong in said
-
-
-def test_cells_take_turns_where_memory_is_limited(tmp_path, monkeypatch):
-    made, stock = [], work.decode_together
-    monkeypatch.setattr(work, "decode_together", lambda *a: made.append(len(a[1])) or stock(*a))
-    configs = cells(tmp_path / "free", "snapkv,knorm,random", "0.5,0.25")
-    sweep(configs, TOGETHER)
-    assert made == [6, 6]
-    made.clear()
-    full = record.read_record(next((tmp_path / "free").glob("test/*/record.json")))["kv.bytes_full"]
-    sweep(cells(tmp_path / "tight", "snapkv,knorm,random", "0.5,0.25"), Options(memory=int(3.2 * full)))
-    assert len(made) > 2 and sum(made) == 12 and max(made) < 6
-    assert left(tmp_path / "free") == left(tmp_path / "tight")
 
 
 PRESETS = config.options("experiment", config.folder())
