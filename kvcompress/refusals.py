@@ -57,12 +57,12 @@ def unknown_key(override: str, error: OmegaConfBaseException) -> str:
     names: dict[str, str] = {}
     if isinstance(beside, DictConfig):
         if path:
-            names = {str(name): f"{path}.{name}" for name in beside if name != "_target_"}
+            names = {str(name): f"{path}.{name!s}" for name in beside if name != "_target_"}
         else:
             for group in beside:
                 node = None if group == "hydra" or OmegaConf.is_missing(beside, str(group)) else beside._get_node(group)
                 if isinstance(node, DictConfig) and not node._is_none():
-                    names |= {str(name): f"{group}.{name}" for name in node if str(name) not in names}
+                    names |= {str(name): f"{group!s}.{name!s}" for name in node if str(name) not in names}
             names |= {str(name): str(name) for name in (*beside, *GROUPS) if name != "hydra"}
     if not names:
         text = f"{override}: no {path} is chosen that has settings"

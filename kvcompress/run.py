@@ -264,17 +264,17 @@ def check_results(arguments: Sequence[str]) -> None:
         ValueError: names the folder and what is in the way.
     """
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith("paths.results=")]
-    for folder in named or ["results"]:
-        if not folder or set(folder) & set("$,'\""):
+    for name in named or ["results"]:
+        if not name or set(name) & set("$,'\""):
             continue
-        place = Path(folder).absolute()
+        place = Path(name).absolute()
         try:
             while not place.exists():
                 place = place.parent
             with tempfile.TemporaryFile(dir=place):
                 pass
         except OSError as error:
-            raise ValueError(f"cannot write to paths.results={folder}: {error}") from None
+            raise ValueError(f"cannot write to paths.results={name}: {error}") from None
 
 
 def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = False) -> int:

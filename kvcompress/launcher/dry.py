@@ -109,6 +109,10 @@ class Row:
             self.seconds += prefills * prompt_s + due * rest_s
             self.alone_s += due * (prompt_s + rest_s)
 
+    def numbers(self) -> tuple[int, ...]:
+        """Cells and samples to do, prefills, those saved, tokens of prompts and new ones."""
+        return self.todo, self.runs, self.prefills, self.runs - self.prefills, self.prompt_tokens, self.new_tokens
+
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """The cells of each group in a line, then the numbers: 80 columns hold them."""
@@ -118,12 +122,9 @@ def show(rows: Sequence[Row], console: Console) -> None:
         seeds = ", ".join(dict.fromkeys(str(cell.config.seed) for cell in row.cells))
         text = f"{number}: {row.model} · {row.task} · seed {seeds} · {how}: {listed(row.cells)}"
         console.print(text, highlight=False, markup=False)
-        numbers = (row.todo, row.runs, row.prefills, row.runs - row.prefills, row.prompt_tokens, row.new_tokens)
-        table.add_row(str(number), *(f"{n:,}" for n in numbers))
+        table.add_row(str(number), *(f"{n:,}" for n in row.numbers()))
     if len(rows) > 1:
-        sums = [sum(getattr(row, name) for row in rows) for name in ("todo", "runs", "prefills")]
-        sums += [sums[1] - sums[2], *(sum(getattr(row, name) for row in rows) for name in ("prompt_tokens", "new_tokens"))]
-        table.add_row("all", *(f"{n:,}" for n in sums))
+        table.add_row("all", *(f"{sum(column):,}" for column in zip(*(row.numbers() for row in rows), strict=True)))
     console.print(table)
     total, alone = sum(row.seconds for row in rows), sum(row.alone_s for row in rows)
     text = f"about {duration(total)}; cell by cell {duration(alone)} (from a short calibration; compression left out)"

@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -104,7 +104,7 @@ def _composed(config: DictConfig) -> JobReturn:
         HydraConfig.instance().set_config(config)
         job = JobReturn()
         job.overrides = [str(override) for override in config.hydra.overrides.task]
-        job.hydra_cfg, job.cfg = HydraConfig.instance().cfg, config
+        job.hydra_cfg, job.cfg = cast(DictConfig, HydraConfig.instance().cfg), config
         with open_dict(job.cfg):
             del job.cfg["hydra"]
         OmegaConf.resolve(job.cfg)

@@ -149,8 +149,7 @@ class Worker:
                     self._together(together, loaded, sample, shared, partial(progress.advance, bar))
                 for cell in due:
                     if cell.open and sample.id not in cell.done:
-                        done = partial(progress.advance, bar)
-                        self._sample(cell, loaded, sample, shared, done, why[cell.run_id])
+                        self._sample(cell, loaded, sample, shared, partial(progress.advance, bar), why[cell.run_id])
 
     def _prefill(self, group: Group, loaded: Loaded, sample: Sample) -> SharedPrefill | None:
         """The sample's prompt without eviction; None where that fails: each cell then runs its own."""
@@ -178,8 +177,8 @@ class Worker:
         least = too_large(due, shared, new_tokens(sample), self.how.memory)
         if least:
             limit = f"hydra.launcher.memory={(self.how.memory or 0) / 2**30:.3g}"
-            text = f"{sample.id}: the full cache and one cell take {least / 2**30:.3g} GiB, {limit} is less; one at a time"
-            self._say(text, "yellow", limit)
+            takes = f"{sample.id}: the full cache and one cell take {least / 2**30:.3g} GiB"
+            self._say(f"{takes}, {limit} is less; one at a time", "yellow", limit)
         for why in dict.fromkeys(filter(None, found.values())):
             cells = [cell for cell in due if found[cell.run_id] == why]
             self._say(f"{why}: {listed(cells)} · {cells[0].task.name} decode separately", "dim")
@@ -325,13 +324,14 @@ def row(
     scores = cell.task.score(sample, out)
     if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
         raise ValueError(f"task {cell.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
+    how = {"decoding": decoding or "separate"} | ({"decoding_why": why} if why else {})
     return {
         "id": sample.id,
         "source": cell.source,
         "score": scores["score"],
         "scores": scores,
         "references": [list(turn.references) for turn in sample.turns],
-        "protocol": dict(sample.protocol) | {"decoding": decoding or "separate"} | ({"decoding_why": why} if why else {}),
+        "protocol": dict(sample.protocol) | how,
         "meta": dict(sample.meta),
         "shared": decoding is not None,
         "out": out,

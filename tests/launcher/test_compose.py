@@ -68,7 +68,9 @@ def test_hydra_composes_once_per_choice_of_groups(monkeypatch):
         assert made == [["method=snapkv"], ["method=tova"]]
 
 
-@pytest.mark.parametrize("override", ["bugdet=0.5", "budget=a lot", "method.window=[1]", "task.lenghts=[3]", "budget=1,2"])
+@pytest.mark.parametrize(
+    "override", ["bugdet=0.5", "budget=a lot", "method.window=[1]", "task.lenghts=[3]", "budget=1,2"]
+)
 def test_what_hydra_refuses_is_refused_alike(override):
     with loaders() as (hydra, ours):
         texts = []
