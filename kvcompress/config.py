@@ -232,7 +232,8 @@ def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
 def with_launcher(overrides: Sequence[str], folder: Path) -> list[str]:
     """The same with `hydra/launcher=shared`, the default of sweeps, unless another is named here or by an experiment.
 
-    In config.yaml it would win over what an experiment says: in Hydra the outer defaults list has the last word.
+    In config.yaml it would win over what an experiment says: in Hydra the outer defaults list has the last word. A dry
+    run of another launcher is planned by the shared one without sharing: one plan for all cells, one calibration.
     """
     chosen = any(override.lstrip("+").startswith("hydra/launcher") for override in overrides)
     for override in overrides:
@@ -240,7 +241,12 @@ def with_launcher(overrides: Sequence[str], folder: Path) -> list[str]:
         if group.lstrip("+") in ("experiment", "debug"):
             files = [folder / group.lstrip("+") / f"{name}.yaml" for name in names.split(",")]
             chosen |= any("/hydra/launcher" in file.read_text(encoding="utf-8") for file in files if file.is_file())
-    return list(overrides) if chosen else [*overrides, "hydra/launcher=shared"]
+    if not chosen:
+        return [*overrides, "hydra/launcher=shared"]
+    if "dry=true" in overrides and "hydra/launcher=shared" not in overrides:
+        kept = [override for override in overrides if not override.lstrip("+").startswith("hydra/launcher")]
+        return [*kept, "hydra/launcher=shared", "hydra.launcher.share=false"]
+    return list(overrides)
 
 
 def _per_cell(overrides: list[str]) -> list[str]:

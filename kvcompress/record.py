@@ -194,6 +194,13 @@ class RunFolder:
         write_json(self.path / "record.json", record)
 
 
+def clear_left(sweep: Path) -> None:
+    """Take away what killed processes were about to write. Records and the list of cells are written under the sweep's
+    lock, which the caller holds, so that nobody is about to write now."""
+    for left in (*sweep.glob(".sweep.json.*.tmp"), *sweep.glob("*/.record.json.*.tmp")):
+        left.unlink(missing_ok=True)
+
+
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines of a `samples.jsonl` with id and score; damaged ones are left out."""
     if not path.is_file():

@@ -262,8 +262,8 @@ class Cell:
             "protocol.pair": pair_id(self.identity),
             "error": error,
         }
-        self.folder.finish(written)
         with locked(self.folder.path.parent / ".lock"):
+            self.folder.finish(written)
             record.fill_deltas(self.folder.path.parent, self.run_id)
         written = self.folder.record() or written
         self.settle(written["status"], written, last_line(written["error"]))

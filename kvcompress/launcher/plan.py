@@ -111,6 +111,7 @@ def note_cells(cells: Sequence[Cell]) -> None:
         try:
             sweep.mkdir(parents=True, exist_ok=True)
             with locked(sweep / ".lock"):
+                record.clear_left(sweep)
                 known = noted_cells(sweep)
                 if not mine.keys() <= known.keys():
                     record.write_json(sweep / CELLS_FILE, {"layout": LAYOUT, "cells": known | mine})

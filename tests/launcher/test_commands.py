@@ -151,6 +151,16 @@ def test_the_plan_of_a_dry_run_fits_eighty_columns(tmp_path, monkeypatch, capfd)
     assert sums[1:3] == ["152", "152"]
 
 
+def test_a_dry_run_of_cells_that_run_one_by_one_is_one_plan(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2", "dry=true", "hydra/launcher=basic") == 0
+    printed = capfd.readouterr().err
+    assert "1: random/llama · needle · seed 0 · 4 alone: snapkv 0.5, 0.2; tova 0.5, 0.2" in printed
+    assert printed.count("cell by cell") == 1
+    found = config.with_launcher(["-m", "experiment=demo", "dry=true"], config.folder())
+    assert found[-2:] == ["hydra/launcher=shared", "hydra.launcher.share=false"]
+
+
 def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("COLUMNS", "200")
     assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2", "dry=true") == 0

@@ -252,6 +252,16 @@ def test_killed_at_any_moment_a_sweep_ends_with_what_an_undisturbed_one_leaves(t
     )
 
 
+def test_what_a_killed_process_was_about_to_write_is_taken_away(tmp_path):
+    sweep(cells(tmp_path, "snapkv", "0.5", "limit=1"))
+    (done,) = (tmp_path / "test").glob("*/record.json")
+    halves = [tmp_path / "test" / ".sweep.json.17.tmp", done.with_name(".record.json.17.tmp")]
+    for half in halves:
+        half.write_text('{"layout"')
+    (outcome,) = sweep(cells(tmp_path, "snapkv", "0.5", "limit=1"))[0]
+    assert outcome.status == "done" and not any(half.exists() for half in halves)
+
+
 @pytest.mark.slow
 def test_two_processes_share_a_sweep_without_doing_a_cell_twice(tmp_path):
     log = tmp_path / "log"
