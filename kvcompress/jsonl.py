@@ -30,13 +30,18 @@ def lines(path: Path) -> list[tuple[int, str]]:
     return [(number, line) for number, line in found if line.strip()]
 
 
-@lru_cache(maxsize=32)
 def read(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], ...]:
     """All rows of a JSON Lines file.
 
     Raises:
         ValueError: the file cannot be read, a line is no JSON, or a field is missing: named with its line.
     """
+    return tuple(row for _, row in numbered(path, fields))
+
+
+@lru_cache(maxsize=32)
+def numbered(path: Path, fields: tuple[str, ...] = ()) -> tuple[tuple[int, dict[str, Any]], ...]:
+    """The same with the number of each row's line."""
     rows = []
     try:
         found = lines(path)
@@ -48,7 +53,7 @@ def read(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], ...]
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: no JSON ({error})") from error
-        rows.append(check(row, fields, where))
+        rows.append((number, check(row, fields, where)))
     if not rows:
         raise ValueError(f"{path} holds no record")
     return tuple(rows)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from kvcompress import answers, jsonl, prompts
 from kvcompress.haystack import Encoder, frame
 from kvcompress.measure import PeakMemory
-from kvcompress.task import Sample, Task, Turn, prefill
+from kvcompress.task import Sample, Task, Turn, merged, prefill
 
 PROMPT = (
     "You are given a math problem.\n\nProblem: {question}\n\n You need to solve the problem step by step. First, you "
@@ -235,15 +235,11 @@ class Reasoning(Task):
                 finished += generation.finished
                 tpot += [float(seconds) for seconds in generation.step_s]
                 ends.append(session.report())
-        end = ends[-1]
-        end["active"] = any(report["active"] for report in ends)
-        end["clamped"] = any(report["clamped"] for report in ends)
-        end["kv"]["kept_tokens_max"] = max(report["kv"]["kept_tokens_max"] for report in ends)
         return {
             "tokens": tokens,
             "finished": finished,
             "compressed": compressed,
-            "end": end,
+            "end": merged(ends),
             "held": thinned(held),
             "ttft_s": prompt_s,
             "prefill_s": compressed["time"]["prefill_s"],

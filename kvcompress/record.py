@@ -40,6 +40,12 @@ KEYS = (
     *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
     *(
         "protocol.hit_max_share",
+        "protocol.unfinished_share",
+        "protocol.turns",
+        "protocol.questions",
+        "protocol.batch",
+        "protocol.data",
+        "protocol.revision",
         "protocol.shared",
         "protocol.decoding",
         "protocol.pair",

@@ -108,7 +108,8 @@ class LongBenchV2(RowsTask):
             wrap = frame(tokenizer, encode, head, tail, "", self.template)
             letter = Turn((*wrap.head, *wrap.tail), ANSWER_TOKENS, references=sample.turns[0].references)
             meta = {**sample.meta, "reasoning_at": len(wrap.head)}
-            yield replace(sample, turns=(*sample.turns, letter), meta=meta)
+            protocol = {**sample.protocol, "turns": "single", "questions": 1}
+            yield replace(sample, turns=(*sample.turns, letter), protocol=protocol, meta=meta)
 
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """As `Task.run`; with `cot` the letter is then asked for in a new sequence around the reasoning."""

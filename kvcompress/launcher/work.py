@@ -317,8 +317,10 @@ def row(cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decodin
         "score": scores["score"],
         "scores": scores,
         "references": [list(turn.references) for turn in sample.turns],
-        "protocol": dict(sample.protocol) | {"decoding": decoding or "separate"},
-        "meta": dict(sample.meta),
+        "protocol": {"turns": sample.order, "questions": len(sample.turns)}
+        | dict(sample.protocol)
+        | {"decoding": decoding or "separate"},
+        "meta": meta,
         "shared": decoding is not None,
         "out": out,
     }

@@ -108,6 +108,8 @@ def about(group: Sequence[Record]) -> str:
     asked = [str(record[f"protocol.{key}"]) for key in ("haystack", "source", "texts") if record.get(f"protocol.{key}")]
     if record.get("protocol.question"):
         asked.append(f"question {record['protocol.question']}")
+    if several(record):
+        asked.append(str(several(record)))
     return ", ".join([str(record["task"]), *asked, f"{many} samples"])
 
 

@@ -96,6 +96,7 @@ def title(record: Record) -> str:
         record.get("protocol.source"),
         record.get("protocol.texts"),
         f"question {question}" if question else None,
+        several(record),
         f"template {record['protocol.template']}" if record.get("protocol.template") else None,
         record.get("metric"),
         record.get("dtype"),
@@ -103,6 +104,12 @@ def title(record: Record) -> str:
         f"seed {record.get('seed')}",
     ]
     return " · ".join(str(part) for part in parts if part is not None)
+
+
+def several(record: Record) -> str | None:
+    """How several questions on one context were asked, where there were several."""
+    count, turns = record.get("protocol.questions"), record.get("protocol.turns")
+    return None if turns in (None, "single") else f"{count} questions, {turns}"
 
 
 def on_board(record: Record) -> bool:
