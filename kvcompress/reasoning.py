@@ -124,7 +124,7 @@ class Reasoning(Task):
 
     # ------------------------------------------------------------------ problems
 
-    def gold(self, row: Mapping[str, Any]) -> str:
+    def expected(self, row: Mapping[str, Any]) -> str:
         """The expected answer of a row, "" if it has none."""
         value = row.get("answer")
         if isinstance(value, float) and value.is_integer():
@@ -140,7 +140,7 @@ class Reasoning(Task):
         source, rows = self._rows()
         found = []
         for number, row in enumerate(rows):
-            question, gold = row.get("question") or row.get("problem"), self.gold(row)
+            question, gold = row.get("question") or row.get("problem"), self.expected(row)
             for field, value in (("question (or problem)", question), ("answer", gold)):
                 if not value:
                     raise ValueError(
@@ -186,11 +186,8 @@ class Reasoning(Task):
                     else f"{self.k} samples at {self.temperature:g}/{self.top_p:g}",
                 },
                 meta={
-                    "prompt_tokens": len(prompt),
-                    "truncated_tokens": 0,
+                    **prompts.facts(tokenizer, prompt),
                     "thinking": text.rstrip().endswith(answers.OPEN),  # the template opened it for the model
-                    "prompt_hash": prompts.digest(prompt),
-                    "prompt_last": text[-200:],
                 },
             )
 
@@ -248,6 +245,10 @@ class Reasoning(Task):
             "prefill_peak": prompt_peak,
             "decode_peak": decode_peak.peak,
         }
+
+    def gold(self, sample: Sample) -> list[str] | None:
+        right = f"Final answer: \\boxed{{{sample.turns[0].references[0]}}}"
+        return [answers.CLOSE + right if sample.meta["thinking"] else right] * self.k
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """pass@1 over the answers, and shares of those without a final answer and of those cut off at the limit."""

@@ -49,6 +49,8 @@ KEYS = (
         "protocol.shared",
         "protocol.decoding",
         "protocol.pair",
+        "sanity.gold",
+        "sanity.empty",
         "versions.source",
         "notes",
         "error",
@@ -264,6 +266,7 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
     found["protocol.kernel"] = outs[0]["end"].get("kernel")
     found["protocol.truncated_share"] = fmean(row.get("meta", {}).get("truncated_tokens", 0) > 0 for row in rows)
+    found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
     found["protocol.hit_max_share"] = fmean("length" in out["finished"] for out in outs)
     return found
 

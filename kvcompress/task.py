@@ -16,7 +16,6 @@ import torch
 
 from kvcompress.measure import PeakMemory, synchronize
 
-
 # What several questions on one compressed context have in common. In a record as `protocol.turns`.
 TURNS = {
     "single": "one question",
@@ -107,6 +106,13 @@ class Task(ABC):
     @abstractmethod
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """At least `{"score": 0..1}` from what `run` returned (`out["text"]`: one string per turn)."""
+
+    def gold(self, sample: Sample) -> list[str] | None:
+        """A right answer to each turn, as `score` gets it in `out["text"]`; None where no text is right or wrong."""
+        if not all(turn.references for turn in sample.turns):
+            return None
+        every = self.metric == "string_match_all"
+        return [", ".join(turn.references) if every else turn.references[0] for turn in sample.turns]
 
     def fingerprint(self) -> dict[str, Any]:
         """Facts beside the settings that change results, e.g. which haystack was found. Part of the run id."""

@@ -24,5 +24,5 @@ class GSM8K(Reasoning):
 
     max_new_tokens: int = 4096
 
-    def gold(self, row: Mapping[str, Any]) -> str:
-        return super().gold(row).rpartition("####")[2].strip().replace(",", "")
+    def expected(self, row: Mapping[str, Any]) -> str:
+        return super().expected(row).rpartition("####")[2].strip().replace(",", "")

@@ -126,6 +126,9 @@ class LongBenchV2(RowsTask):
         out["tpot_s"].extend(float(seconds) for seconds in generation.step_s)
         return out
 
+    def gold(self, sample: Sample) -> list[str] | None:
+        return [f"The correct answer is ({turn.references[0]})." if turn.references else "" for turn in sample.turns]
+
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 for the right letter; `answered`: 1 where there is a letter at all."""
         letter = extract(out["text"][-1])

@@ -272,5 +272,7 @@ def _question(one: Any, wording: str, where: str) -> Question:
         raise ValueError(f"{where}: question (or input) must be text, found {text!r:.60}")
     listed = answers if isinstance(answers, list) else [answers]
     if not listed or not all(isinstance(a, (str, int, float)) and not isinstance(a, bool) for a in listed):
-        raise ValueError(f"{where}: answers (or answer) must be text, a number or a list of them, found {answers!r:.60}")
+        raise ValueError(
+            f"{where}: answers (or answer) must be text, a number or a list of them, found {answers!r:.60}"
+        )
     return Question(wording.replace("{question}", text), "", tuple(map(str, listed)))

@@ -17,6 +17,7 @@ from kvcompress.config import RESUME, build_method, build_task, check_keys
 from kvcompress.launcher.lock import Lock, locked
 from kvcompress.measure import hardware
 from kvcompress.method import Method
+from kvcompress.sanity import Sanity
 from kvcompress.task import Sample, Task
 
 
@@ -127,6 +128,7 @@ class Cell:
         done: ids of the samples that are finished.
         total: samples there are, 0 until they are known.
         shared: its prefill is one that other cells use as well.
+        sanity: how right and empty answers of its samples are scored.
         outcome: None while there is something to do.
     """
 
@@ -144,6 +146,7 @@ class Cell:
         self.done: set[str] = set()
         self.total = 0
         self.shared = False
+        self.sanity = Sanity()
         self.outcome: Outcome | None = None
         self._lock = Lock(self.folder.path / "lock")
         self._found = self.folder.stamp()
@@ -260,6 +263,9 @@ class Cell:
             "protocol.shared": shared,
             "protocol.task_version": self.task.version,
             "protocol.pair": pair_id(self.identity),
+            "sanity.gold": self.sanity.gold,
+            "sanity.empty": self.sanity.empty,
+            "notes": sorted({*(written["notes"] or ()), *self.sanity.notes}),
             "error": error,
         }
         self.folder.finish(written)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvcompress import models, tracking
+from kvcompress import answers, models, prompts, sanity, tracking
 from kvcompress.launcher.cell import Cell, Outcome, check_lengths, pair_id
 from kvcompress.launcher.check import Watched, difference
 from kvcompress.launcher.plan import Group
@@ -66,7 +66,7 @@ class Worker:
     """Runs the open cells of one group.
 
     Args:
-        load: gives model and tokenizer for a configuration.
+        load: gives model and tokenizer for a configuration; tokenizer: the tokenizer alone.
         settled: called with each cell's outcome as soon as it is known.
         how: what a launcher asks for.
     """
@@ -74,11 +74,13 @@ class Worker:
     def __init__(
         self,
         load: Callable[[DictConfig], tuple[Any, Any]],
+        tokenizer: Callable[[DictConfig], Any],
         console: Console,
         settled: Callable[[Outcome], object],
         how: Options,
     ) -> None:
-        self.load, self.console, self.settled, self.how = load, console, settled, how
+        self.load, self.tokenizer = load, tokenizer
+        self.console, self.settled, self.how = console, settled, how
 
     def run(self, group: Group) -> None:
         """Run every cell that has no outcome yet, and give it one.
@@ -104,15 +106,19 @@ class Worker:
         """Model and samples, the same for all cells; None where they are not to be had."""
         first = group.cells[0]
         try:
+            # all that may be wrong with the samples is known before weights are read
+            samples = list(islice(first.task.samples(self.tokenizer(first.config)), first.config.limit))
+            found = sanity.check(first.task, samples)
+            for note in found.notes:
+                self.console.print(f"{first.task.name}: {note}", style="yellow", highlight=False, markup=False)
             model, tokenizer = self.load(first.config)
-            samples = list(islice(first.task.samples(tokenizer), first.config.limit))
             ends = models.eos_ids(model, tokenizer)
         except Exception as fault:
             for cell in open_cells(group):
                 self._fail(cell, fault)
             return None
         for cell in open_cells(group):
-            cell.total = len(samples)
+            cell.total, cell.sanity = len(samples), found
             try:
                 check_lengths(samples, model, cell.method)
             except ValueError as fault:
@@ -308,6 +314,11 @@ def row(cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decodin
     if decoding is not None:
         out = without_times(out)
     out["text"] = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
+    meta = dict(sample.meta)
+    if not {"prompt_hash", "prompt_first", "prompt_last"} <= meta.keys():
+        meta = prompts.facts(loaded.tokenizer, sample.prompt_ids()) | meta
+    thinking = meta["prompt_last"].rstrip().endswith(answers.OPEN)
+    whole = [loaded.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in out["tokens"]]
     scores = cell.task.score(sample, out)
     if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
         raise ValueError(f"task {cell.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
@@ -321,6 +332,7 @@ def row(cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decodin
         | dict(sample.protocol)
         | {"decoding": decoding or "separate"},
         "meta": meta,
+        "unfinished": sum(answers.unfinished(text, thinking) for text in whole) / max(1, len(whole)),
         "shared": decoding is not None,
         "out": out,
     }

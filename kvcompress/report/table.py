@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcompress.report.load import flags, ordered
+from kvcompress.report.load import flags, ordered, several
 
 Record = dict[str, Any]
 MISSING = "–"
@@ -104,12 +104,6 @@ def title(record: Record) -> str:
         f"seed {record.get('seed')}",
     ]
     return " · ".join(str(part) for part in parts if part is not None)
-
-
-def several(record: Record) -> str | None:
-    """How several questions on one context were asked, where there were several."""
-    count, turns = record.get("protocol.questions"), record.get("protocol.turns")
-    return None if turns in (None, "single") else f"{count} questions, {turns}"
 
 
 def on_board(record: Record) -> bool:
