@@ -118,6 +118,10 @@ class Task(ABC):
         """Facts beside the settings that change results, e.g. which haystack was found. Part of the run id."""
         return {}
 
+    def provenance(self) -> dict[str, Any]:
+        """Where the data came from, as `protocol.*` of the record: `data`, and `revision` of a data set on the Hub."""
+        return {}
+
     def reference(self, session: Any, sample: Sample) -> dict[str, torch.Tensor]:
         """What the uncompressed model does with a sample, as tensors on the CPU; handed back as `sample.reference`.
 

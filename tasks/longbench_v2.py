@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import yaml
 
+from kvcompress import hub
 from kvcompress.haystack import Encoder, frame
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample, Turn
@@ -48,6 +49,7 @@ class LongBenchV2(RowsTask):
         cot: reason first (1,024 tokens), then ask for the letter in a prompt of its own that holds the reasoning and not
             the text, as published. That prompt is never compressed.
         max_length: None: what the tokenizer says the model takes, less the answer.
+        revision: commit of the data set on the Hub, or its branch.
         source, question, template: see `RowsTask`. The file is `longbench_v2/longbench_v2.jsonl`.
     """
 
@@ -60,6 +62,7 @@ class LongBenchV2(RowsTask):
     answer_tokens: ClassVar[int] = ANSWER_TOKENS
 
     cot: bool = False
+    revision: str = "2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9"
 
     @property
     def shares_prefill(self) -> bool:  # type: ignore[override]
@@ -69,8 +72,8 @@ class LongBenchV2(RowsTask):
     def names(self) -> Sequence[str]:
         return ["longbench_v2", "data"]
 
-    def hub(self) -> tuple[str, str | None, str] | None:
-        return "THUDM/LongBench-v2", None, "train"
+    def hub(self) -> hub.Source | None:
+        return hub.Source("THUDM/LongBench-v2", None, "train", self.revision)
 
     def new_tokens(self, row: Mapping[str, Any]) -> int:
         return COT_TOKENS if self.cot else ANSWER_TOKENS

@@ -263,6 +263,7 @@ class Cell:
             "protocol.shared": shared,
             "protocol.task_version": self.task.version,
             "protocol.pair": pair_id(self.identity),
+            **{f"protocol.{name}": value for name, value in self.task.provenance().items()},
             "sanity.gold": self.sanity.gold,
             "sanity.empty": self.sanity.empty,
             "notes": sorted({*(written["notes"] or ()), *self.sanity.notes}),
