@@ -185,10 +185,21 @@ class RunFolder:
         for left in self.path.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         (self.path / "record.json").unlink(missing_ok=True)
+        self._write(rows)
+
+    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         samples = self.path / "samples.jsonl"
         temporary = samples.with_name(f".{samples.name}.{os.getpid()}.tmp")
         temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
         os.replace(temporary, samples)
+
+    def arrange(self, order: Sequence[str]) -> None:
+        """Put the finished samples into this order of ids, those it does not name last."""
+        rows = self.rows()
+        place = {name: number for number, name in enumerate(order)}
+        wanted = sorted(rows, key=lambda name: place.get(name, len(place)))
+        if order and wanted != list(rows):
+            self._write([rows[name] for name in wanted])
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one finished sample and flush it to disk."""

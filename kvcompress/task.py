@@ -114,6 +114,10 @@ class Task(ABC):
         every = self.metric == "string_match_all"
         return [", ".join(turn.references) if every else turn.references[0] for turn in sample.turns]
 
+    def cannot_batch(self) -> str | None:
+        """Why its samples cannot be rows of one batch, or None if they can: each is then run as `Task.run` does."""
+        return None if type(self).run is Task.run else f"task={self.name} runs its samples in a way of its own"
+
     def fingerprint(self) -> dict[str, Any]:
         """Facts beside the settings that change results, e.g. which haystack was found. Part of the run id."""
         return {}

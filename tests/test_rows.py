@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvcompress import rows
+from kvcompress import hub
 from kvcompress.random_models import byte_tokenizer
 from kvcompress.tasks import TASKS
 
@@ -162,7 +162,7 @@ def test_no_data_says_where_it_looked(tmp_path, monkeypatch, name):
     def unreachable(*args):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(rows, "from_hub", unreachable)
+    monkeypatch.setattr(hub, "fetch", unreachable)
     with pytest.raises(ValueError, match=rf"{ROWS[name][0]}\.jsonl.*{tmp_path.name}/{TASKS[name].folder}"):
         TASKS[name](data=str(tmp_path)).fingerprint()
     with pytest.raises(ValueError, match="no file and no folder"):

@@ -20,12 +20,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvcompress import answers, models, prompts, sanity, tracking
-from kvcompress.launcher.cell import Cell, Outcome, check_lengths, pair_id
+from kvcompress import answers, batches, models, prompts, sanity, tracking
+from kvcompress.launcher.cell import Cell, Outcome, check_lengths, is_oom, pair_id
 from kvcompress.launcher.check import Watched, difference
 from kvcompress.launcher.plan import Group
 from kvcompress.layer import CompressedLayer
 from kvcompress.measure import without_peaks
+from kvcompress.method import Method
 from kvcompress.references import References
 from kvcompress.session import compress
 from kvcompress.shared import SharedPrefill, prefill_once
@@ -118,7 +119,7 @@ class Worker:
                 self._fail(cell, fault)
             return None
         for cell in open_cells(group):
-            cell.total, cell.sanity = len(samples), found
+            cell.total, cell.sanity, cell.order = len(samples), found, [sample.id for sample in samples]
             try:
                 check_lengths(samples, model, cell.method)
             except ValueError as fault:
@@ -133,6 +134,10 @@ class Worker:
             title = cells[0].title if len(cells) == 1 else f"{len(cells)} cells · {group.cells[0].task.name}"
             total, done = len(loaded.samples) * len(cells), sum(len(cell.done) for cell in cells)
             bar = progress.add_task(title, total=total, completed=done)
+            if first.config.batch > 1:  # such a cell is a group of its own
+                for cell in cells:
+                    self._batches(cell, loaded, partial(progress.advance, bar))
+                return
             shared: SharedPrefill | None = None
             for sample in loaded.samples:
                 shared = None  # before the next one is made: two would need twice the memory
@@ -201,6 +206,30 @@ class Worker:
             result = fault
         self._keep(cell, loaded, sample, advance, result, None if shared is None else "separate")
 
+    def _batches(self, cell: Cell, loaded: Loaded, advance: Callable[[], object]) -> None:
+        """Run a cell's samples as rows of batches; a batch for which memory does not do is halved."""
+        due = [sample for sample in loaded.samples if sample.id not in cell.done]
+        config, padding = cell.config, any(not kind for kind in full_layers(loaded.model, cell.method))
+        left = batches.plan(due, config.batch, config.batch_memory, batches.bytes_per_token(loaded.model), padding)
+        while left and cell.open:
+            batch = left.pop(0)
+            try:
+                with compress(loaded.model, cell.method, str(config.kernel), loaded.tokenizer) as session:
+                    results: list[Any] = batches.run(session, batch)
+            except (Exception, SystemExit) as fault:
+                if len(batch) > 1 and is_oom(fault):
+                    half = len(batch) // 2
+                    left = [batch[:half], batch[half:], *left]
+                    text = f"{cell.title}: too little memory for {len(batch)} samples at once; trying {half}"
+                    self.console.print(text, style="yellow", highlight=False, markup=False)
+                    del fault
+                    release()
+                    continue
+                results = [fault] * len(batch)
+            for sample, result in zip(batch, results, strict=True):
+                if cell.open:
+                    self._keep(cell, loaded, sample, advance, result, None, len(batch))
+
     def _keep(
         self,
         cell: Cell,
@@ -209,12 +238,13 @@ class Worker:
         advance: Callable[[], object],
         result: Any,
         decoding: str | None,
+        rows: int = 1,
     ) -> None:
         """Write down what a sample's run returned, or the fault that ended it."""
         try:
             if isinstance(result, BaseException):
                 raise result
-            cell.folder.append(row(cell, loaded, sample, result, decoding))
+            cell.folder.append(row(cell, loaded, sample, result, decoding) | {"rows": rows})
             cell.done.add(sample.id)
             advance()
             return
@@ -255,6 +285,12 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
     """The sample with the model's own end tokens among those that stop an answer."""
     turns = tuple(replace(turn, stop=tuple(sorted({*turn.stop, *ends}))) for turn in sample.turns)
     return replace(sample, turns=turns)
+
+
+def full_layers(model: Any, method: Method) -> list[bool]:
+    """Per layer of the model's cache whether it is one of ours, rather than a sliding one of transformers' own."""
+    with compress(model, method) as session:
+        return [isinstance(layer, CompressedLayer) for layer in session.new_cache().layers]
 
 
 def joins(cell: Cell, shared: SharedPrefill) -> bool:
@@ -330,7 +366,7 @@ def row(cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decodin
         "references": [list(turn.references) for turn in sample.turns],
         "protocol": {"turns": sample.order, "questions": len(sample.turns)}
         | dict(sample.protocol)
-        | {"decoding": decoding or "separate"},
+        | {"decoding": decoding or "separate", "batch": cell.config.batch},
         "meta": meta,
         "unfinished": sum(answers.unfinished(text, thinking) for text in whole) / max(1, len(whole)),
         "shared": decoding is not None,
