@@ -86,12 +86,12 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_for_every_cell(served, 
     assert len(builder.asked) == 5
 
 
-PARTS = {  # the end of the context, the question, and the start of the answer, as the Hub's copy has them
-    "hotpotqa": ("Answer the question based on the given passages. Only give me the answer and do not output any other "
+PARTS = {  # what follows the context, the question, and the start of the answer, as the Hub's copy has them
+    "hotpotqa": ("\n\nAnswer the question based on the given passages. Only give me the answer and do not output any other "
                  "words.\n\n", "Question: {input}\n", "Answer:"),
-    "trec": ("", "{input}", "Type:"),
+    "trec": ("\n", "{input}", "Type:"),
     "lcc": ("", "{input}", "Next line of code:\n"),
-    "gov_report": ("", "Now, write a one-page summary of the report.\n\n", "Summary:"),
+    "gov_report": ("\n\n", "Now, write a one-page summary of the report.\n\n", "Summary:"),
 }  # fmt: skip
 
 
@@ -99,12 +99,11 @@ PARTS = {  # the end of the context, the question, and the start of the answer, 
 @pytest.mark.parametrize("context", ["Some text.", " Odd ends.\n\n"])
 def test_the_hubs_copy_of_longbench_makes_the_official_prompt(name, context):
     template = settings()[name]["template"]
-    head, _, rest = template.partition("{context}")
+    head = template.partition("{context}")[0]
     said = {"hotpotqa": "Who?", "trec": "Question: What is rust ?\nType:"}.get(name, "")
     end, question, prefix = PARTS[name]
-    gap = rest.partition(end or question.format(input=said.removesuffix(prefix)) or prefix)[0]
     asked = question.format(input=said.removesuffix(prefix))
-    row = {"context": f"{head}{context}{gap}{end}", "question": asked, "answer_prefix": prefix, "answers": ["x"]}
+    row = {"context": f"{head}{context}{end}", "question": asked, "answer_prefix": prefix, "answers": ["x"]}
     made = official(row, template)
     assert template.format(context=made["context"], input=made["input"]) == row["context"] + asked + prefix
     assert (made["context"], made["input"]) == (context, said) and made["answers"] == ["x"]
