@@ -112,12 +112,10 @@ class Reasoning(Task):
 
     # ------------------------------------------------------------------ problems
 
-    def expected(self, row: Mapping[str, Any]) -> str:
-        """The expected answer of a row, "" if it has none."""
+    def expected(self, row: Mapping[str, Any], where: str) -> str:
+        """The expected answer of a row, "" if it has none; `where` it stands for errors."""
         value = row.get("answer")
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        return "" if value is None else str(value).strip()
+        return "" if value is None else jsonl.answer(value, "answer", where).strip()
 
     def problems(self) -> list[Problem]:
         """All problems, in the order of the data.
@@ -128,13 +126,14 @@ class Reasoning(Task):
         source, rows = self._rows()
         found = []
         for number, row in enumerate(rows):
-            question, gold = row.get("question") or row.get("problem"), self.expected(row)
+            where = f"sample {number} of {source}"
+            question, gold = row.get("question") or row.get("problem"), self.expected(row, where)
             for field, value in (("question (or problem)", question), ("answer", gold)):
                 if not value:
-                    raise ValueError(
-                        f"sample {number} of {source} has no {field}; its fields: {', '.join(row) or 'none'}"
-                    )
-            found.append(Problem(f"{self.name}-{number}", str(question), gold))
+                    raise ValueError(f"{where} has no {field}; its fields: {', '.join(row) or 'none'}")
+            if not isinstance(question, str):
+                raise ValueError(f"{where}: question (or problem) must be text, found {type(question).__name__}")
+            found.append(Problem(f"{self.name}-{number}", question, gold))
         if not found:
             raise ValueError(f"{source} holds no sample")
         return found

@@ -132,7 +132,13 @@ class RowsTask(Task):
     def asked(self) -> Iterator[tuple[dict[str, Any], Asked]]:
         """Every row with its prompt."""
         for number, row in enumerate(self.rows()):
-            yield row, self.ask(row, f"{self.name} row {number + 1}")
+            where = f"{self.name} row {number + 1}"
+            try:
+                asked = self.ask(row, where)
+                self.about(row)
+            except (TypeError, AttributeError, LookupError) as error:  # fields of another type than is published
+                raise ValueError(f"{where}: not a row of this data set ({type(error).__name__}: {error})") from error
+            yield row, asked
 
     def fingerprint(self) -> dict[str, Any]:
         """Which data; every row is made a prompt, so that bad ones are refused before a model is loaded."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from kvcompress import hub
+from kvcompress import hub, jsonl
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample
 
@@ -60,8 +60,9 @@ class BabiLong(RowsTask):
         parts = settings()["subsets"][self.subset]
         head, tail = settings()["template"].split("{context}")
         head = head.format(**{key: parts[key] for key in ("instruction", "examples", "post_prompt")})
-        tail = tail.format(question=row["question"]).rstrip()
-        return Asked((head + row["input"] + tail).lstrip(), tail, (str(row["target"]),))
+        tail = tail.format(question=jsonl.text(row, "question", where)).rstrip()
+        target = jsonl.answer(row["target"], "target", where)
+        return Asked((head + jsonl.text(row, "input", where) + tail).lstrip(), tail, (target,))
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 if the target is the only label in the first sentence of the answer; labels of the question do not count."""

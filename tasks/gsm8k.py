@@ -25,5 +25,5 @@ class GSM8K(Reasoning):
     max_new_tokens: int = 4096
     revision: str = "740312add88f781978c0658806c59bc2815b9866"
 
-    def expected(self, row: Mapping[str, Any]) -> str:
-        return super().expected(row).rpartition("####")[2].strip().replace(",", "")
+    def expected(self, row: Mapping[str, Any], where: str) -> str:
+        return super().expected(row, where).rpartition("####")[2].strip().replace(",", "")

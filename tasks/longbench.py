@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from kvcompress import hub, metrics, prompts
+from kvcompress import hub, jsonl, metrics, prompts
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample, Task, Turn, of_suite
 
@@ -125,8 +125,11 @@ class LongBench(RowsTask):
 
     def ask(self, row: Mapping[str, Any], where: str) -> Asked:
         head, _, rest = self.published["template"].partition("{context}")
-        tail = rest.format(input=row["input"])
-        return Asked(head + row["context"] + tail, tail, tuple(str(answer) for answer in row["answers"]))
+        tail = rest.format(input=jsonl.text(row, "input", where))
+        references = jsonl.answers(row["answers"], "answers", where)
+        if self.metric == "classification":
+            jsonl.answers(row["all_classes"], "all_classes", where)
+        return Asked(head + jsonl.text(row, "context", where) + tail, tail, references)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         template, limit = self.template, self.limit(tokenizer)

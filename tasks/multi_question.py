@@ -181,15 +181,14 @@ class MultiQuestion(Task):
         before, _, after = self.wording.partition("{context}")
         for number, (line, row) in enumerate(jsonl.numbered(path, ("context",))):
             where = f"{path} line {line}"
-            if not isinstance(row["context"], str) or not row["context"].strip():
-                raise ValueError(f"{where}: context must be text, found {row['context']!r:.60}")
+            context = jsonl.text(row, "context", where)
             asked = row.get("questions", row.get("multi_turns"))
             if not isinstance(asked, list) or not asked:
                 raise ValueError(f"{where}: questions (or multi_turns) must be a list with at least one question")
             questions = tuple(
                 _question(one, after, f"{where}, question {at}") for at, one in enumerate(asked[: self.n_questions], 1)
             )
-            yield Quiz(str(row.get("_id", row.get("id", number))), before + row["context"], questions)
+            yield Quiz(str(row.get("_id", row.get("id", number))), before + context, questions)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the contexts are made of; every row is read, so that bad ones are refused before a model is loaded."""
@@ -199,6 +198,11 @@ class MultiQuestion(Task):
         if self.form == "kv_retrieval":
             return self._pairs().fingerprint()
         return {"data": jsonl.content_hash(self._file()), "records": rows}
+
+    def provenance(self) -> dict[str, Any]:
+        if self.form == "kv_retrieval":
+            return self._pairs().provenance()
+        return {} if self.form == "needles" else {"data": f"file:{jsonl.content_hash(self._file())}"}
 
     def settings(self) -> dict[str, Any]:
         # where the data lies is no setting: what it holds is in the fingerprint
@@ -274,9 +278,5 @@ def _question(one: Any, wording: str, where: str) -> Question:
     text, answers = one.get("question", one.get("input")), one.get("answers", one.get("answer"))
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}: question (or input) must be text, found {text!r:.60}")
-    listed = answers if isinstance(answers, list) else [answers]
-    if not listed or not all(isinstance(a, (str, int, float)) and not isinstance(a, bool) for a in listed):
-        raise ValueError(
-            f"{where}: answers (or answer) must be text, a number or a list of them, found {answers!r:.60}"
-        )
-    return Question(wording.replace("{question}", text), "", tuple(map(str, listed)))
+    listed = jsonl.answers(answers if isinstance(answers, list) else [answers], "answers (or answer)", where)
+    return Question(wording.replace("{question}", text), "", listed)

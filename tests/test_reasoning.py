@@ -109,6 +109,8 @@ def test_the_data_folder_is_taken_before_the_hub(tmp_path, monkeypatch):
         ('{"question": "Why?"}\n', "sample 0 .* has no answer; its fields: question"),
         ('{"question": "Why?", "answer": "1"}\n{"question": "Why?", "answer": ""}\n', "sample 1 .* has no answer"),
         ('{"answer": "3"}\n', "has no question"),
+        ('{"question": "Why?", "answer": ["3"]}\n', "sample 0 .*: answer must be text or a number, found list"),
+        ('{"question": ["Why?"], "answer": "3"}\n', "sample 0 .* must be text, found list"),
         ("{broken\n", "line 1 is no JSON"),
         ("[1]\n", "line 1 is a list"),
         ("\n", "holds no sample"),

@@ -93,6 +93,8 @@ def flags(record: dict[str, Any]) -> list[str]:
         found.append(f"clamped on {record['share_clamped']:.0%}")
     if record.get("protocol.truncated_share"):
         found.append(f"truncated {record['protocol.truncated_share']:.0%}")
+    if record.get("protocol.unfinished_share"):
+        found.append(f"thinking unfinished {record['protocol.unfinished_share']:.0%}")
     return found
 
 
