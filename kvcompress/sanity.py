@@ -12,6 +12,8 @@ from kvcompress.task import Sample, Task
 TOLERANCE = 1e-6  # the `rouge` package divides by a sum that is 1e-8 too large
 ENOUGH = 5  # samples that all miss are no edge case any more
 NAMED = 3  # samples that a note names
+REMEMBERED = 64  # checks that are not made again
+_passed: dict[Any, Sanity] = {}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ def check(task: Task, samples: Sequence[Sample]) -> Sanity:
     """
     if not samples:
         raise ValueError(f"task {task.name} gives no sample with these settings")
+    key = (task, tuple((sample.id, tuple(turn.references for turn in sample.turns)) for sample in samples))
+    if key not in _passed:  # long summaries take a second each, and a sweep asks for each group of cells
+        _passed[key] = _check(task, samples)
+        while len(_passed) > REMEMBERED:
+            _passed.pop(next(iter(_passed)))
+    return _passed[key]
+
+
+def _check(task: Task, samples: Sequence[Sample]) -> Sanity:
     known = MISSES.get(task.metric)
     missed: dict[str, list[str]] = {"right": [], "empty": []}
     asked = 0
