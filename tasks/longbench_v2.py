@@ -129,6 +129,9 @@ class LongBenchV2(RowsTask):
         out["tpot_s"].extend(float(seconds) for seconds in generation.step_s)
         return out
 
+    def cannot_batch(self) -> str | None:
+        return super().cannot_batch() if self.cot else None
+
     def gold(self, sample: Sample) -> list[str] | None:
         return [f"The correct answer is ({turn.references[0]})." if turn.references else "" for turn in sample.turns]
 

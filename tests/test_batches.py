@@ -16,7 +16,7 @@ from kvcompress import batches, compress, config, record
 from kvcompress.method import Chunked, Method
 from kvcompress.run import Runner
 from kvcompress.task import Sample, Turn
-from kvcompress.tasks import MultiQuestion, Needle, Passkey
+from kvcompress.tasks import LongBenchV2, MultiQuestion, Needle, Passkey
 
 STOP = tuple(range(2, VOCAB, 7))
 
@@ -233,6 +233,8 @@ def test_what_cannot_be_batched_is_said_before_a_model_is_loaded(cell, monkeypat
 def test_tasks_that_run_as_usual_can_be_batched():
     assert batches.cannot_batch(Needle(), Method()) is batches.cannot_batch(Passkey(), Method()) is None
     assert batches.cannot_batch(MultiQuestion(), Method()) is None
+    assert batches.cannot_batch(LongBenchV2(), Method()) is None
+    assert "of its own" in str(batches.cannot_batch(LongBenchV2(cot=True), Method()))
     assert "chunked" in str(batches.cannot_batch(Needle(), Method(prefill=Chunked(chunk=8))))
 
 
