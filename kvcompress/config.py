@@ -92,6 +92,8 @@ class RunConfig:
     dtype: str = "float32"
     device: str = "auto"
     limit: int | None = None
+    batch: int = 1
+    batch_memory: int | None = None
     kernel: str = "auto"
     resume: str = "auto"
     dry: bool = False

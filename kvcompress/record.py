@@ -40,10 +40,18 @@ KEYS = (
     *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
     *(
         "protocol.hit_max_share",
+        "protocol.unfinished_share",
+        "protocol.turns",
+        "protocol.questions",
+        "protocol.batch",
+        "protocol.data",
+        "protocol.revision",
         "protocol.shared",
         "protocol.decoding",
         "protocol.decoding_why",
         "protocol.pair",
+        "sanity.gold",
+        "sanity.empty",
         "versions.source",
         "notes",
         "error",
@@ -178,10 +186,21 @@ class RunFolder:
         for left in self.path.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         (self.path / "record.json").unlink(missing_ok=True)
+        self._write(rows)
+
+    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         samples = self.path / "samples.jsonl"
         temporary = samples.with_name(f".{samples.name}.{os.getpid()}.tmp")
         temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
         os.replace(temporary, samples)
+
+    def arrange(self, order: Sequence[str]) -> None:
+        """Put the finished samples into this order of ids, those it does not name last."""
+        rows = self.rows()
+        place = {name: number for number, name in enumerate(order)}
+        wanted = sorted(rows, key=lambda name: place.get(name, len(place)))
+        if order and wanted != list(rows):
+            self._write([rows[name] for name in wanted])
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one finished sample and flush it to disk."""
@@ -266,6 +285,7 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
     found["protocol.kernel"] = outs[0]["end"].get("kernel")
     found["protocol.truncated_share"] = fmean(row.get("meta", {}).get("truncated_tokens", 0) > 0 for row in rows)
+    found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
     found["protocol.hit_max_share"] = fmean("length" in out["finished"] for out in outs)
     return found
 

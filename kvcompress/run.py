@@ -162,7 +162,7 @@ class Runner:
             else:
                 self._settled(outcome)
         if any(cell.open for cell in group.cells):
-            Worker(self._load, self.console, self._settled, options).run(group)
+            Worker(self._load, self._tokenizer, self.console, self._settled, options).run(group)
         return busy
 
     def _warn(self, cell: Cell) -> None:
@@ -186,6 +186,14 @@ class Runner:
                 markup=False,
             )
         return outcome
+
+    def _tokenizer(self, config: DictConfig) -> Any:
+        """The tokenizer of a configuration: the loaded model's, or on its own where that is another."""
+        if self._model is not None and model_key(config) == self._model_key:
+            return self._model[1]
+        wanted: Any = OmegaConf.to_container(config.model, resolve=True)
+        settings = {key: wanted[key] for key in ("trust_remote_code", "revision")}
+        return models.load_tokenizer(wanted["name"], **settings, **wanted["options"])
 
     def _load(self, config: DictConfig) -> tuple[Any, Any]:
         key = model_key(config)

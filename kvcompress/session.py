@@ -270,9 +270,13 @@ class Session(Hooks):
 
     # ------------------------------------------------------------------ reporting
 
-    def report(self) -> dict[str, Any]:
-        """What the method did to the current cache, and what is held now. Keys as in a record's `kv.*`."""
-        cache = self._current()
+    def report(self, row: int | None = None) -> dict[str, Any]:
+        """What the method did to the current cache, and what is held now. Keys as in a record's `kv.*`.
+
+        Args:
+            row: of a batch, as if it were alone: its bytes are those of a copy without padding. None: all rows.
+        """
+        cache = self._current() if row is None else self._current().row(row)
         held, kept = cache.nbytes(), cache.kept_tokens()
         evicted = sum(layer.evicted for layer in cache.full_layers)
         batch = max(1, kept.shape[1])

@@ -50,6 +50,8 @@ class Group:
 
 def alone_because(cell: Cell) -> str:
     """Why a cell cannot share its prefill; empty if it can."""
+    if cell.config.batch > 1:
+        return f"batch={cell.config.batch} puts samples together, not cells"
     if not cell.task.shares_prefill:
         return f"task={cell.task.name} measures the prefill itself"
     try:
