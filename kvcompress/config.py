@@ -32,6 +32,7 @@ from kvcompress.task import Task
 from kvcompress.tasks import TASKS
 
 PARTS: dict[str, type] = {"allocator": Allocator, "codec": Codec, "reader": Reader, "prefill": Prefill}
+SHORT = {"tasks": "task.tasks"}  # what may be written shorter on the command line
 GROUPS = ("model", "task", "method", *PARTS, "schedule", "sweep", "logger", "experiment", "debug")
 RESUME = ("auto", "refresh", "any")
 
@@ -207,10 +208,15 @@ def options(group: str, folder: Path) -> list[str]:
 
 
 def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
-    """`task=<suite>` for a folder of tasks → all of them, as a sweep: one cell and one record per data set."""
+    """`task=<suite>` for a folder of tasks → all of them, as a sweep: one cell and one record per data set.
+
+    What has a shorter form is written out too.
+    """
     expanded, several = [], False
     for override in overrides:
-        key, _, values = override.partition("=")
+        key, equals, values = override.partition("=")
+        if equals and key in SHORT:
+            override = f"{SHORT[key]}={values}"
         if key == "task":
             names: list[str] = []
             for value in values.split(","):
