@@ -105,7 +105,8 @@ class Encoding:
         if self.limit is None:
             raise ValueError("a text is scored in windows of the model's length, which is not known: set max_length")
         windows = utils.get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.limit, 1)
-        return [self._cut(*utils.make_disjoint_window(window), "of a window") for window in windows]
+        parts = (utils.make_disjoint_window(window) for window in windows)
+        return [self._cut(head, tail, "of a window") for head, tail in parts]
 
     def completion(self, context: str, settings: Mapping[str, Any]) -> Completion:
         """A text to go on with, under a task's `generation_kwargs`.
@@ -292,7 +293,8 @@ def _method(method: Method | str | None, budget: float | int | None, settings: d
     if method is not None and method not in names:
         raise ValueError(f"method={method!r} is unknown; valid: {', '.join(sorted(names))}")
     cls = Method if method is None else names[method]
+    settings = settings if budget is None else {"budget": budget, **settings}
     try:
-        return cls(**({} if budget is None else {"budget": budget}), **settings)
+        return cls(**settings)
     except TypeError as error:
         raise ValueError(f"method={method}: {error}") from None

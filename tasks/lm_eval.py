@@ -106,7 +106,7 @@ def chosen(index: Any, names: Sequence[str]) -> list[str]:
     Raises:
         ValueError: an unknown name, with those near it.
     """
-    found = []
+    found: list[str] = []
     for name in names:
         matching = index.match_tasks([name]) or ([name] if Path(name).is_file() else [])
         if not matching:
@@ -460,7 +460,8 @@ class LMEval(Task):
         """`TASK.METRIC,FILTER` with `_stderr` as lm-eval names them, for every task and group; `score_is` per task."""
         from lm_eval.api.metrics import mean
 
-        loaded, found = self.loaded(), {}
+        loaded = self.loaded()
+        found: dict[str, Any] = {}
         results: dict[str, dict[str, Any]] = {}
         for name, task in loaded.tasks.items():
             mine = [row for row in rows if row["meta"]["task"] == name]
@@ -484,9 +485,9 @@ class LMEval(Task):
             if any(task.task_name in results for task in group.get_all_tasks()):
                 results[name] = group.aggregate(results)
         for name, values in results.items():
-            for key, value in values.items():
-                if "," in key and _is_number(value):
-                    found[f"{name}.{key}"] = float(value)
+            for metric, value in values.items():
+                if "," in metric and _is_number(value):
+                    found[f"{name}.{metric}"] = float(value)
         return found
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import small_model
 
 from kvcompress import compress
 from kvcompress.method import Method, Schedule
@@ -16,7 +17,6 @@ from kvcompress.requests import (
     prompt_of,
     reaches,
 )
-from small_models import small_model
 
 
 @pytest.fixture(scope="module")
