@@ -200,7 +200,6 @@ class LMEval(Task):
 
     name: ClassVar[str] = "lm_eval"
     version: ClassVar[str] = "1"
-    metric: ClassVar[str] = "lm_eval"
     metric_version: ClassVar[str] = "1"
 
     tasks: tuple[str, ...] = ()
@@ -216,10 +215,6 @@ class LMEval(Task):
     unsafe_code: bool = False
 
     def __post_init__(self) -> None:
-        if importlib.util.find_spec("lm_eval") is None:
-            raise ValueError("task lm_eval needs the package lm-eval: pip install 'kvcompress[eval]'")
-        if not self.tasks:
-            raise ValueError("task.tasks is empty; names of lm-eval's tasks, e.g. task.tasks=[hellaswag,gsm8k]")
         if self.template not in prompts.TEMPLATES:
             raise ValueError(f"task.template={self.template!r}; valid: {', '.join(prompts.TEMPLATES)}")
         for name, least in (("num_fewshot", 0), ("held_back", 0), ("max_length", 16)):
@@ -231,8 +226,21 @@ class LMEval(Task):
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ValueError(f"task.include_path={self.include_path!r} is no folder")
 
+    @property
+    def metric(self) -> str:  # type: ignore[override]
+        """On boards: which of lm-eval's tasks; which of its metrics is `metrics.TASK.score_is`."""
+        return ",".join(self.tasks)
+
     def loaded(self) -> Loaded:
-        """The tasks with their data."""
+        """The tasks with their data.
+
+        Raises:
+            ValueError: lm-eval is not installed, no task is named, or see `load`.
+        """
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ValueError("task lm_eval needs the package lm-eval: pip install 'kvcompress[eval]'")
+        if not self.tasks:
+            raise ValueError("task.tasks is empty; names of lm-eval's tasks, e.g. task.tasks=[hellaswag,gsm8k]")
         return load(self.tasks, self.include_path, self.num_fewshot, self.unsafe_code)
 
     def settings(self) -> dict[str, Any]:

@@ -471,9 +471,12 @@ def test_a_chat_template_wraps_what_is_asked_and_is_in_the_record(own, tmp_path)
     assert outcome.record["protocol.template"] == "chat"
 
 
-def test_the_command_line_takes_tasks_without_their_group():
-    found = config.expand_suites(["task=lm_eval", "tasks=[a,b]", "method=full"], config.folder())
-    assert found == ["task=lm_eval", "task.tasks=[a,b]", "method=full"]
+@pytest.mark.parametrize(
+    ("written", "meant"), [("[a,b]", "[a,b]"), ("a", "[a]"), ("a,b_*", "[a],[b_*]")], ids=["list", "one", "sweep"]
+)
+def test_the_command_line_takes_tasks_without_their_group(written, meant):
+    found = config.expand_suites(["task=lm_eval", f"tasks={written}", "method=full"], config.folder())
+    assert found == ["task=lm_eval", f"task.tasks={meant}", "method=full"]
 
 
 def test_a_score_of_a_document_is_between_0_and_1_whatever_the_metric():
