@@ -34,6 +34,7 @@ from kvcompress.task import Task
 from kvcompress.tasks import TASKS
 
 PARTS: dict[str, type] = {"allocator": Allocator, "codec": Codec, "reader": Reader, "prefill": Prefill}
+SHORT = {"tasks": "task.tasks"}  # lists that may be written shorter on the command line
 GROUPS = ("model", "task", "method", *PARTS, "schedule", "sweep", "logger", "experiment", "debug")
 RESUME = ("auto", "refresh", "any")
 
@@ -212,10 +213,16 @@ def options(group: str, folder: Path) -> list[str]:
 
 
 def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
-    """`task=<suite>` for a folder of tasks → all of them, as a sweep: one cell and one record per data set."""
+    """`task=<suite>` for a folder of tasks → all of them, as a sweep: one cell and one record per data set.
+
+    Lists that have a shorter form are written out too; names without brackets are a list each, to be swept.
+    """
     expanded, several = [], False
     for override in overrides:
-        key, _, values = override.partition("=")
+        key, equals, values = override.partition("=")
+        if equals and key in SHORT:
+            values = values if values.startswith("[") else ",".join(f"[{value}]" for value in values.split(","))
+            override = f"{SHORT[key]}={values}"
         if key == "task":
             names: list[str] = []
             for value in values.split(","):

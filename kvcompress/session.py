@@ -152,6 +152,7 @@ class Session(Hooks):
         seed: int | None = None,
         watch: Callable[[], None] | None = None,
         min_new_tokens: int = 0,
+        until: Callable[[list[int]], bool] | None = None,
     ) -> Generation:
         """Continue the current cache from its last logits; greedy at temperature 0.
 
@@ -164,6 +165,7 @@ class Session(Hooks):
             temperature, top_p, top_k, seed: sampling.
             watch: called after every decode step, outside of what is timed.
             min_new_tokens: no stop token is picked before this many.
+            until: asked with a row's tokens after each; True ends the row, as where a text holds a stop string.
         """
         self._must_be_open()
         check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -174,7 +176,7 @@ class Session(Hooks):
             )
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
         output = generate(
-            self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch, min_new_tokens
+            self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch, min_new_tokens, until
         )
         cache.pending = output.pending
         return output
