@@ -12,7 +12,7 @@ from rich.console import Console
 from kvcompress.report.curves import draw_all
 from kvcompress.report.decode import draw_speed
 from kvcompress.report.heatmap import draw
-from kvcompress.report.load import Entry, load
+from kvcompress.report.entries import Entry, gather
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     notes = Console(stderr=True)
-    found = load(options.paths)
+    found = gather(options.paths)
     for damaged in found.damaged:
         notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not found.entries:
