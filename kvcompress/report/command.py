@@ -69,7 +69,7 @@ class Commands:
         options: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self._compose, self._options = compose, options
-        self._known: dict[tuple[str, ...], dict[str, Any] | None] = {}
+        self._known: dict[str, dict[str, Any]] = {}
 
     def overrides(self, folder: Path, record: Mapping[str, Any]) -> list[str] | None:
         """Overrides that compose the configuration in `folder`, or None where it left none that can be read."""
@@ -82,7 +82,7 @@ class Commands:
         ):
             return None
         chosen = self._chosen(config, record)
-        usual = self._usual(tuple(chosen)) or {}
+        usual = self._usual(chosen)
         wanted = {
             key: value
             for key, value in leaves(config).items()
@@ -116,13 +116,23 @@ class Commands:
                 found.append(f"{group}={name}")
         return found
 
-    def _usual(self, chosen: tuple[str, ...]) -> dict[str, Any] | None:
-        if chosen not in self._known:
+    def _usual(self, chosen: Sequence[str]) -> dict[str, Any]:
+        """What these choices bring with them, each composed by itself: of many methods and tasks, not of every pair."""
+        found = dict(self._composed(""))
+        for choice in chosen:
+            group = choice.partition("=")[0]
+            found = {key: value for key, value in found.items() if key.split(".")[0] != group}
+            found |= {key: v for key, v in self._composed(choice).items() if key.split(".")[0] == group}
+        return found
+
+    def _composed(self, choice: str) -> dict[str, Any]:
+        if choice not in self._known:
             try:
-                self._known[chosen] = leaves(self._compose(list(chosen))) if self._compose is not None else None
+                made = self._compose([choice] if choice else []) if self._compose is not None else {}
+                self._known[choice] = leaves(made)
             except Exception:  # whatever Hydra says: a choice that is gone since, a model that is a path
-                self._known[chosen] = None
-        return self._known[chosen]
+                self._known[choice] = {}
+        return self._known[choice]
 
 
 def from_hydra() -> Commands:

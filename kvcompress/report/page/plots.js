@@ -1,0 +1,72 @@
+/* Figures: colours that differ for every kind of colour vision, and what all of them have in common. */
+"use strict";
+KV.plots = (() => {
+  const { el, colour, known } = KV;
+  // Okabe and Ito's palette without its pale yellow; the last is black or white, as the theme wants it
+  const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", null];
+  const SYMBOLS = ["circle", "rect", "triangle", "diamond", "pin", "roundRect", "arrow"];
+  const DASHES = ["solid", "dashed", "dotted"];
+  // even in lightness, made for colour-blind readers; bright is much
+  const CIVIDIS = ["#00224e", "#2a3f6d", "#575d6d", "#7d7c78", "#a59c74", "#d2c060", "#fee838"];
+  const narrow = () => innerWidth < 700;
+
+  const style = (slot) => ({
+    colour: COLOURS[slot % COLOURS.length] || colour("text"),
+    symbol: SYMBOLS[(slot + Math.floor(slot / COLOURS.length)) % SYMBOLS.length],
+    dash: DASHES[Math.floor(slot / COLOURS.length) % DASHES.length],
+  });
+
+  const axis = (more) => {
+    const { nameTextStyle, ...rest } = more;
+    return {
+      nameLocation: "middle", axisLine: { show: more.type !== "category", lineStyle: { color: colour("line") } }, axisTick: { show: false },
+      splitLine: { show: true, lineStyle: { color: colour("line"), opacity: 0.55 } },
+      nameTextStyle: { color: colour("muted"), fontSize: 12, ...nameTextStyle }, ...rest,
+      axisLabel: { color: colour("muted"), fontSize: 11, hideOverlap: true, ...rest.axisLabel },
+    };
+  };
+  /** What a pointer on a point says: lines of plain text. */
+  const tip = (lines) => el("div", { class: "tip" }, lines.filter(Boolean).map((line, i) => el("div", { class: i ? "" : "strong", text: line })));
+  const common = () => ({
+    animation: false, textStyle: { fontFamily: getComputedStyle(document.body).fontFamily },
+    aria: { enabled: true },
+    tooltip: { confine: true, backgroundColor: colour("panel"), borderColor: colour("line"), textStyle: { color: colour("text"), fontSize: 12 } },
+  });
+
+  const live = new Map();
+  const watch = new ResizeObserver((seen) => seen.forEach(({ target }) => live.get(target)?.resize()));
+  /** Draw into a box; the same box is drawn anew. */
+  const draw = (box, option) => {
+    live.get(box)?.dispose();
+    const chart = echarts.init(box, null, { renderer: "svg" });
+    chart.setOption({ ...common(), ...option });
+    live.set(box, chart);
+    watch.observe(box);
+    return chart;
+  };
+  const clear = (box) => { live.get(box)?.dispose(); live.delete(box); watch.unobserve(box); };
+
+  const heat = ({ x, y, cells, max, xName, yName, format, describe }) => {
+    const width = (narrow() ? innerWidth - 110 : 560) / x.length;
+    return {
+      grid: { left: narrow() ? 58 : 78, right: 16, top: 12, bottom: 96 + Math.min(46, 4 * Math.max(...x.map((t) => t.length)) * (x.length > 8 ? 1 : 0)) },
+      xAxis: axis({ type: "category", data: x, name: xName, nameGap: x.length > 8 ? 74 : 30, splitLine: { show: false },
+        axisLabel: { rotate: x.length > 8 ? 55 : 0, interval: x.length > 60 ? "auto" : 0, hideOverlap: x.length > 60 } }),
+      yAxis: axis({ type: "category", data: y, name: yName, nameGap: narrow() ? 42 : 56, inverse: true, splitLine: { show: false },
+        axisLabel: { interval: "auto", width: narrow() ? 50 : 110, overflow: "truncate" } }),
+      visualMap: { min: 0, max, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 110, itemWidth: 10,
+        inRange: { color: CIVIDIS }, textStyle: { color: colour("muted"), fontSize: 11 }, text: [format(max), "0"], hoverLink: false },
+      tooltip: { ...common().tooltip, formatter: (point) => tip(describe(point.value)) },
+      series: [{ type: "heatmap", data: cells, itemStyle: { borderColor: colour("panel"), borderWidth: width > 12 ? 1.5 : 0 },
+        label: { show: width > 30 && x.length * y.length <= 400, fontSize: 10, formatter: (point) => format(point.value[2]),
+          color: "inherit" },
+        emphasis: { itemStyle: { borderColor: colour("text"), borderWidth: 2 } } }],
+    };
+  };
+  /* dark text on bright cells, bright on dark ones */
+  const inked = (option, max) => {
+    option.series[0].data = option.series[0].data.map((value) => ({ value, label: { color: known(value[2]) && value[2] > 0.55 * max ? "#111" : "#fff" } }));
+    return option;
+  };
+  return { style, axis, tip, draw, clear, common, narrow, heat: (spec) => inked(heat(spec), spec.max), live, COLOURS };
+})();
