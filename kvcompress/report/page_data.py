@@ -10,6 +10,8 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from kvcompress.record import digest, is_baseline
 from kvcompress.report import stats
 from kvcompress.report.averages import ranked, suites
@@ -50,8 +52,6 @@ def protocol(record: Mapping[str, Any]) -> str:
     question = record.get("protocol.question")
     found = [f"question {question}" if question else None]
     found += [record.get(f"protocol.{key}") for key in ("haystack", "source", "texts")]
-    chunking = record.get("protocol.chunking")
-    found.append(f"chunks {chunking}" if chunking not in (None, "oneshot") else None)
     found.append(f"template {record['protocol.template']}" if record.get("protocol.template") else None)
     return ", ".join(str(part) for part in found if part) or "–"
 
@@ -102,7 +102,7 @@ def build(found: Loaded, foreign: Sequence[Record], page: Path, commands: Comman
                 "divergence": any(row.get("metrics.kl") is not None for row in members),
                 "ranks": [
                     {"at": target, "rows": ranked(members, target)}
-                    for target in sorted({r["budget"] for r in members if _share(r["budget"])}, reverse=True)[:8]
+                    for target in sorted({r["budget"] for r in members if _share(r["budget"])}, reverse=True)[:24]
                 ],
             }
         )
@@ -180,9 +180,10 @@ def shape(rows: Sequence[Record], record: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if map_ := grid(rows):
         found["heat"] = [[length, depth, number(score, 4)] for (length, depth), score in sorted(map_.items())]
-    if held := along([row["out"].get("held") or [] for row in rows if isinstance(row.get("out"), dict)]):
+    outs = [row["out"] for row in rows if isinstance(row.get("out"), dict)]
+    if held := along([line for out in outs if (line := held_by(out))]):
         found["held"] = held
-    ends = [row["out"].get("compressed") or {} for row in rows if isinstance(row.get("out"), dict)]
+    ends = [out.get("compressed") or {} for out in outs]
     for name, key in (("layers", "kept_per_layer"), ("heads", "kept_per_head")):
         if mean := _mean_table([end.get(key) for end in ends]):
             found[name] = mean
@@ -194,15 +195,29 @@ def shape(rows: Sequence[Record], record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def along(lines: Sequence[Sequence[float]]) -> list[list[Any]] | None:
-    """The mean of lines over their steps, as [steps, values] of at most POINTS; steps count what all lines have."""
-    lines = [line for line in lines if len(line) > 1]
+def held_by(out: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
+    """Bytes held along the generation of one sample, as (tokens generated, bytes); its two ends where that is all.
+
+    Tasks that decode long record every few tokens only: what they have is spread evenly over the tokens there are.
+    """
+    ends = [((out.get(key) or {}).get("kv") or {}).get("bytes_held") for key in ("compressed", "end")]
+    values = out.get("held") or ends
+    count = max((len(tokens) for tokens in out.get("tokens") or [] if isinstance(tokens, list)), default=len(values))
+    if len(values) < 2 or count < 2 or None in values:
+        return None
+    last = count - 1 if len(values) == count else count
+    return [last * i / (len(values) - 1) for i in range(len(values))], [float(value) for value in values]
+
+
+def along(lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[list[Any]] | None:
+    """The mean of lines (steps, values) over the steps that all of them have, at no more than POINTS of them."""
     if not lines:
         return None
-    length = min(map(len, lines))
-    count = min(length, POINTS)
-    steps = sorted({round(i * (length - 1) / (count - 1)) for i in range(count)})
-    return [list(steps), [number(fmean(line[step] for line in lines)) for step in steps]]
+    last = int(min(steps[-1] for steps, _ in lines))
+    most = max(len(steps) for steps, _ in lines)
+    at = np.unique(np.linspace(0, last, min(POINTS, most, last + 1)).round())
+    means = np.mean([np.interp(at, steps, values) for steps, values in lines], axis=0)
+    return [[int(step) for step in at], [number(float(value)) for value in means]]
 
 
 def _mean_table(tables: Sequence[Any]) -> Any:

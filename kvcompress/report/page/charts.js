@@ -6,6 +6,8 @@ KV.charts = (() => {
   const state = { group: null, slots: new Map(), pick: {} };
 
   const rowsOf = (group) => data.rows.filter((r) => r.g === group && r.ok);
+  // where nothing is compressed the divergence is rounding, and has no place on a log scale
+  const meant = (r) => known(r[measure().key]) && !(measure().log && (r.base || (r.share && r.budget >= 1 && r.ratio > 0.999)));
   const measure = () => (data.groups[state.group].divergence
     ? { key: "kl", label: "KL to the full cache (nats)", log: true, better: -1, format: (v) => v.toPrecision(3) }
     : { key: "score", label: "score", log: false, better: 1, format: (v) => v.toFixed(3) });
@@ -15,6 +17,7 @@ KV.charts = (() => {
     return found;
   };
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+  const curve = (line, m) => line.map((r) => `${r.budget}:${known(r[m.key]) ? r[m.key].toFixed(3) : ""}`).sort().join();
   const selected = (rows) => rows.filter((r) => r.base || state.slots.has(r.name));
   const styleOf = (name) => (state.slots.has(name) ? style(state.slots.get(name)) : null);
   const floor = (v) => (measure().log ? Math.max(v, 1e-6) : v);
@@ -48,36 +51,44 @@ KV.charts = (() => {
 
   /* ---- score by budget */
   const XS = {
-    ratio: { key: "ratio", label: "bytes held, measured", show: (v) => KV.share(v) },
+    ratio: { key: "ratio", label: "bytes held, measured", show: (v) => KV.share(v), unit: 1, tick: (v) => KV.share(v, 0) },
     budget: { key: "budget", label: "budget asked for", show: (v) => KV.share(v, 0) },
-    read: { key: "read", label: "bytes read per decoded token", show: KV.bytes },
-    tpot: { key: "tpot", label: "time per decoded token", show: KV.seconds },
+    read: { key: "read", label: "MiB read per decoded token", show: KV.bytes, unit: 2 ** 20, tick: String },
+    tpot: { key: "tpot", label: "milliseconds per decoded token", show: KV.seconds, unit: 0.001, tick: String },
   };
   const byBudget = {
-    id: "budget", title: "Score by budget", wide: true,
-    note: () => "A line per method, the full cache dashed. Budgets fall to the right. Further left is more memory; compare at equal bytes held, not at equal names of budgets.",
+    id: "budget", title: () => (measure().log ? "Divergence by budget" : "Score by budget"), wide: true,
+    note: () => "A line per method, the full cache dashed. Budgets fall to the right. Compare at equal bytes held, not at equal names of budgets. +2 after a name: two grey methods have the same scores.",
     can: (rows) => [...lines(rows).values()].some((line) => line.filter((r) => known(r.ratio)).length > 1),
     controls: () => [choice("x-budget", "Across", [["ratio", "bytes held, measured"], ["budget", "budget asked for"]])],
     draw: (rows) => {
       const x = XS[state.pick["x-budget"]], m = measure();
-      const usable = rows.filter((r) => known(r[m.key]) && known(r[x.key]) && (x.key !== "budget" || r.share));
+      const usable = rows.filter((r) => meant(r) && known(r[x.key]) && (x.key !== "budget" || r.share));
       const base = usable.find((r) => r.base);
+      const curves = new Map([...lines(usable)].map(([name, line]) => [name, curve(line, m)]));
+      const alike = (name) => {
+        const count = [...curves].filter(([other, text]) => other !== name && text === curves.get(name) && !state.slots.has(other)).length;
+        return count ? ` +${count}` : "";
+      };
       const series = [...lines(usable)].map(([name, line]) => {
         const s = styleOf(name);
         const points = [...line].sort((p, q) => q[x.key] - p[x.key]).map((r) => ({ value: [r[x.key], floor(r[m.key])], row: r }));
         return { name, type: "line", data: points, symbol: s ? s.symbol : "none", symbolSize: 7, z: s ? 3 : 1, silent: !s, showAllSymbol: true,
           lineStyle: s ? { color: s.colour, width: 2, type: s.dash } : { color: KV.colour("faint"), width: 1 }, itemStyle: { color: s ? s.colour : KV.colour("faint") },
-          endLabel: { show: Boolean(s) && !narrow(), formatter: name, color: s ? s.colour : "", fontSize: 11, distance: 8 },
-          labelLayout: { moveOverlap: "shiftY" }, emphasis: { focus: "series" } };
+          emphasis: { focus: "series" } };
       });
+      const all = series.flatMap((one) => one.data.map((p) => p.value[1]));
+      const ends = series.filter((one) => state.slots.has(one.name) && one.data.length)
+        .map((one) => ({ name: one.name + alike(one.name), y: one.data[one.data.length - 1].value[1], colour: styleOf(one.name).colour, rank: mean(one.data.map((p) => p.value[1])) }));
+      series.push(KV.plots.names(ends, 0, m.log ? Math.min(...all) : 0, m.log ? Math.max(...all) : 1, m.log));
       if (base) series.push({ name: base.name, type: "line", data: [], silent: true, markLine: { symbol: "none", silent: true, lineStyle: { color: KV.colour("muted"), type: [4, 3], width: 1 },
         label: { formatter: base.name, position: "insideStartTop", color: KV.colour("muted") }, data: [{ yAxis: floor(base[m.key]) }] } });
       const grey = others().filter((r) => known(r.ratio) || r.share);
       if (grey.length && !m.log) series.push({ name: "others", type: "scatter", symbolSize: 6, itemStyle: { color: KV.colour("muted"), opacity: 0.45 }, z: 2,
         data: grey.map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })) });
       return { plot: { grid: { left: narrow() ? 50 : 64, right: narrow() ? 16 : 150, top: 16, bottom: 48 },
-        xAxis: axis({ type: "value", inverse: true, name: x.label, nameGap: 28, min: 0, max: (v) => Math.max(1, v.max), axisLabel: { formatter: (v) => `${Math.round(100 * v)}%` } }),
-        yAxis: yAxis(), series, tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip(describe(p.data.row)) } }, numbers: plainTable(selected(usable), x) };
+        xAxis: axis({ type: "value", inverse: true, name: x.label, nameGap: 28, min: 0, max: (v) => Math.max(1, Math.ceil(20 * v.max - 0.2) / 20), axisLabel: { formatter: (v) => `${Math.round(100 * v)}%` } }),
+        yAxis: yAxis(), series, tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip(describe(p.data.row)) } }, numbers: plainTable(usable, x) };
     },
   };
 
@@ -89,13 +100,13 @@ KV.charts = (() => {
   };
   const pareto = {
     id: "pareto", title: "Pareto front", wide: true,
-    note: () => "Each point is a run. The line joins those that no other run beats in both: cheaper to the left, better to the top.",
+    note: () => `Each point is a run. The line joins those that no other run beats in both: cheaper to the left, better to the ${measure().better > 0 ? "top" : "bottom"}.`,
     can: (rows) => rows.filter((r) => known(r.ratio)).length > 1,
     controls: (rows) => [choice("x-pareto", "Cost", ["ratio", "read", "tpot"].filter((k) => rows.filter((r) => known(r[k])).length > 1).map((k) => [k, XS[k].label]))],
     draw: (rows) => {
       const x = XS[state.pick["x-pareto"]], m = measure();
-      const usable = rows.filter((r) => known(r[m.key]) && known(r[x.key]));
-      const points = usable.map((r) => ({ value: [r[x.key], floor(r[m.key])], row: r }));
+      const usable = rows.filter((r) => meant(r) && known(r[x.key]));
+      const points = usable.map((r) => ({ value: [r[x.key] / x.unit, floor(r[m.key])], row: r }));
       const best = front(points, m.better);
       const names = new Set();
       const series = points.map((p) => p.row.name).filter((n) => !names.has(n) && names.add(n)).map((name) => {
@@ -105,12 +116,13 @@ KV.charts = (() => {
           data: points.filter((p) => p.row.name === name), emphasis: { focus: "series" } };
       });
       series.push({ name: "front", type: "line", step: "end", symbol: "none", silent: true, z: 2, data: best.map((p) => p.value), lineStyle: { color: KV.colour("muted"), type: "dashed", width: 1.5 } });
-      series.push({ name: "named", type: "scatter", symbolSize: 1, silent: true, z: 4, data: best.map((p) => ({ value: p.value, row: p.row })), itemStyle: { opacity: 0 },
-        label: { show: !narrow(), position: "right", distance: 9, formatter: (p) => KV.title(p.data.row), color: KV.colour("text"), fontSize: 11 }, labelLayout: { hideOverlap: true, moveOverlap: "shiftY" } });
+      series.push({ name: "named", type: "scatter", symbolSize: 1, silent: true, z: 4, data: best.map((p) => ({ value: p.value, row: p.row })), itemStyle: { color: "transparent" },
+        label: { show: !narrow(), position: "right", distance: 9, formatter: (p) => KV.title(p.data.row), color: KV.colour("text"), fontSize: 11 }, labelLayout: { hideOverlap: true } });
       if (x.key === "ratio" && !m.log) series.push({ name: "others", type: "scatter", symbolSize: 5, itemStyle: { color: KV.colour("muted"), opacity: 0.45 },
         data: others().filter((r) => known(r.ratio) || r.share).map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })) });
       return { plot: { grid: { left: narrow() ? 50 : 64, right: narrow() ? 18 : 120, top: 16, bottom: 48 },
-        xAxis: axis({ type: "value", scale: x.key === "tpot", name: x.label, nameGap: 28, axisLabel: { formatter: x.show } }), yAxis: yAxis(), series,
+        xAxis: axis({ type: "value", scale: x.key === "tpot", name: x.label, nameGap: 28, max: x.key === "ratio" ? (v) => Math.max(1, Math.ceil(20 * v.max - 0.2) / 20) : null,
+          axisLabel: { formatter: x.tick } }), yAxis: yAxis(), series,
         tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip(describe(p.data.row)) } },
         numbers: plainTable(best.map((p) => p.row), x), caption: "The front" };
     },
@@ -124,7 +136,7 @@ KV.charts = (() => {
     controls: () => [choice("rank", "Bytes held", data.groups[state.group].ranks.map((r) => [r.at, KV.share(r.at, 0)]), data.groups[state.group].ranks.some((r) => r.at === 0.25) ? 0.25 : undefined)],
     draw: () => {
       const found = data.groups[state.group].ranks.find((r) => String(r.at) === state.pick.rank);
-      return { numbers: { head: ["rank", "method", "score", ""], body: found.rows.map((r) => [known(r.rank) ? r.rank : KV.MISSING, [r.method, r.variant].filter(Boolean).join(" "), KV.fixed(r.score), r.interpolated ? "interpolated" : known(r.score) ? "measured" : "no runs around it"]) }, open: true };
+      return { numbers: { head: ["rank", "method", "score", ""], body: found.rows.map((r) => [known(r.rank) ? r.rank : KV.MISSING, [r.method, r.variant].filter(Boolean).join(" "), KV.fixed(r.score), r.interpolated ? "interpolated" : known(r.score) ? "measured" : "no runs around it"]) } };
     },
   };
 
@@ -158,16 +170,19 @@ KV.charts = (() => {
       const series = runs.map((r) => {
         const s = r.base ? { colour: KV.colour("muted"), dash: "dashed" } : styleOf(r.name);
         const [steps, values] = shapes(r)[key];
-        return { name: r.name, type: "line", symbol: "circle", symbolSize: 3, data: steps.map((step, i) => [step, y.log ? Math.max(values[i], 1e-6) : values[i]]), lineStyle: { color: s.colour, type: s.dash, width: 1.8 }, itemStyle: { color: s.colour },
-          endLabel: { show: !narrow(), formatter: r.name, color: s.colour, fontSize: 11 }, labelLayout: { moveOverlap: "shiftY" }, emphasis: { focus: "series" } };
+        return { name: r.name, type: "line", symbol: "circle", symbolSize: 3, data: steps.map((step, i) => [step, y.log ? Math.max(values[i], 1e-6) : values[i] / (y.unit || 1)]), lineStyle: { color: s.colour, type: s.dash, width: 1.8 }, itemStyle: { color: s.colour },
+          emphasis: { focus: "series" }, z: r.base ? 1 : 3 };
       });
+      const all = series.flatMap((one) => one.data.map((p) => p[1]));
+      const low = y.log ? Math.min(...all) : 0, right = Math.max(...series.flatMap((one) => one.data.map((p) => p[0])));
+      series.push(KV.plots.names(series.map((one) => ({ name: one.name, y: one.data[one.data.length - 1][1], colour: one.lineStyle.color, rank: 0 })), right, low, Math.max(...all), y.log));
       return { plot: { grid: { left: narrow() ? 60 : 76, right: narrow() ? 16 : 130, top: 14, bottom: 46 }, xAxis: axis({ type: "value", name: xName, nameGap: 28, max: "dataMax" }),
-        yAxis: axis({ type: y.log ? "log" : "value", name: y.name, nameGap: narrow() ? 46 : 60, axisLabel: { formatter: y.show } }), series,
-        tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip([p.seriesName, `${xName} ${p.value[0]}`, y.show(p.value[1])]) } },
+        yAxis: axis({ type: y.log ? "log" : "value", min: y.log ? null : 0, name: y.name, nameGap: narrow() ? 46 : 60, axisLabel: { formatter: y.unit ? String : y.show } }), series,
+        tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip([p.seriesName, `${xName} ${p.value[0]}`, y.show(p.value[1] * (y.unit || 1))]) } },
         numbers: { head: ["run", "at the start", "at the end"], body: runs.map((r) => { const v = shapes(r)[key][1]; return [KV.title(r), y.show(v[0]), y.show(v[v.length - 1])]; }) } };
     },
   });
-  const held = along("held", "held", "Memory along the generation", "Bytes of the cache held after each token, mean over samples.", "tokens generated", { name: "bytes held", show: KV.bytes });
+  const held = along("held", "held", "Memory along the generation", "Bytes of the cache held as tokens are generated, mean over samples; a straight line where only its two ends were recorded.", "tokens generated", { name: "MiB held", show: KV.bytes, unit: 2 ** 20 });
   const drift = along("drift", "drift", "Divergence by position", "Does the drift from the full cache grow along the text?", "token after the prompt", { name: "KL (nats)", log: true, show: (v) => Number(v).toPrecision(2) });
 
   /* ---- budgets of layers and heads */
@@ -217,9 +232,10 @@ KV.charts = (() => {
   const CARDS = [byBudget, pareto, suite, heatMap, ranks, held, drift, layers];
 
   /* ---- the cards themselves */
-  const numbersTable = ({ head, body }) => el("div", { class: "scroll" }, el("table", { class: "plain" },
-    el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col", text })))),
-    el("tbody", {}, body.map((line) => el("tr", {}, line.map((text, i) => el(i ? "td" : "th", { scope: i ? null : "row", text })))))));
+  const numeric = (text) => typeof text === "number" || /^[−+±\d–]/.test(text);
+  const numbersTable = ({ head, body }) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "numbers" }, el("table", { class: "plain" },
+    el("thead", {}, el("tr", {}, head.map((text, i) => el("th", { scope: "col", class: i && body.every((line) => numeric(line[i])) ? "right" : "", text })))),
+    el("tbody", {}, body.map((line) => el("tr", {}, line.map((text, i) => el(i ? "td" : "th", { scope: i ? null : "row", class: i && numeric(text) ? "right" : "", text })))))));
   const paint = (card, node) => {
     const rows = rowsOf(state.group);
     const box = node.querySelector(".plot");
@@ -227,10 +243,13 @@ KV.charts = (() => {
     const made = card.draw(rows);
     box.hidden = !made.plot;
     if (made.plot) {
-      box.setAttribute("aria-label", `${card.title}; its numbers follow as a table`);
+      box.setAttribute("aria-label", `${node.querySelector("h3").textContent}; its numbers follow as a table`);
       KV.plots.draw(box, made.plot);
     }
-    const details = node.querySelector("details");
+    const details = node.querySelector("details"), bare = node.querySelector(".bare");
+    bare.replaceChildren(...(made.plot ? [] : [numbersTable(made.numbers)]));
+    details.hidden = !made.plot;
+    if (!made.plot) return;
     const wasOpen = details.open || made.open;
     details.replaceChildren(el("summary", { text: made.caption || "Numbers" }));
     const fill = () => { if (details.open && details.children.length === 1) details.append(numbersTable(made.numbers)); };
@@ -255,8 +274,8 @@ KV.charts = (() => {
     nodes.clear();
     get("cards").replaceChildren(...CARDS.filter((card) => card.can(rows)).map((card) => {
       const node = el("article", { class: `card ${card.wide ? "broad" : ""}`, id: `card-${card.id}` },
-        el("h3", { text: card.title }), el("p", { class: "muted", text: card.note() }), el("div", { class: "controls" }),
-        el("div", { class: "plot", role: "img" }), el("details", {}));
+        el("h3", { text: typeof card.title === "function" ? card.title() : card.title }), el("p", { class: "muted", text: card.note() }), el("div", { class: "controls" }),
+        el("div", { class: "plot", role: "img" }), el("div", { class: "bare" }), el("details", {}));
       nodes.set(node, { card, painted: false });
       return node;
     }));
@@ -265,9 +284,17 @@ KV.charts = (() => {
 
   const swatch = (name) => {
     const s = styleOf(name);
-    const box = el("span", { class: "swatch", "aria-hidden": "true" });
-    box.style.background = s ? s.colour : KV.colour("faint");
-    if (s && s.dash !== "solid") box.style.opacity = "0.55";
+    const svg = (tag, attributes) => {
+      const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+      Object.entries(attributes).forEach(([key, value]) => node.setAttribute(key, value));
+      return node;
+    };
+    const ink = s ? s.colour : KV.colour("faint"), empty = s && s.symbol.startsWith("empty");
+    const fill = empty ? KV.colour("panel") : ink, kind = s ? s.symbol.replace("empty", "").toLowerCase() : "circle";
+    const box = svg("svg", { class: "swatch", viewBox: "0 0 22 12", "aria-hidden": "true" });
+    box.append(svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: ink, "stroke-width": 2, "stroke-dasharray": s ? { solid: "none", dashed: "5 3", dotted: "2 2" }[s.dash] : "none" }));
+    const marks = { circle: ["circle", { cx: 11, cy: 6, r: 4 }], rect: ["rect", { x: 7, y: 2, width: 8, height: 8 }], triangle: ["path", { d: "M11 1 L16 10 L6 10 Z" }], diamond: ["path", { d: "M11 1 L16 6 L11 11 L6 6 Z" }] };
+    box.append(svg(marks[kind][0], { ...marks[kind][1], fill, stroke: ink, "stroke-width": 1.5 }));
     return box;
   };
   const chips = () => {
@@ -293,7 +320,11 @@ KV.charts = (() => {
     const info = data.groups[group], rows = rowsOf(group), m = measure();
     const means = [...lines(rows)].map(([name, line]) => [name, mean(line.filter((r) => known(r[m.key])).map((r) => r[m.key]))]).filter(([, v]) => !Number.isNaN(v));
     means.sort((a, b) => m.better * (b[1] - a[1]) || a[0].localeCompare(b[0]));
-    state.slots = new Map(means.slice(0, 7).map(([name], slot) => [name, slot]));
+    // the best whose curves differ; one of several equal curves stands for all of them
+    const curves = new Map([...lines(rows)].map(([name, line]) => [name, curve(line, m)]));
+    const different = means.filter(([name], i) => !means.slice(0, i).some(([earlier]) => curves.get(earlier) === curves.get(name)));
+    const names = unique([...different, ...means].map(([name]) => name)).slice(0, 7);
+    state.slots = new Map(names.map((name, slot) => [name, slot]));
     get("group").value = String(group);
     const n = unique(rows.map((r) => r.n));
     const few = info.compared > 0 && Math.max(...n) < info.least ? ` With ${Math.max(...n)} samples and ${info.compared} comparisons nothing can be marked as significant; that takes ${info.least} samples or more.` : "";

@@ -12,7 +12,7 @@
     const values = unique(ok.map(of).filter((v) => v !== null && v !== undefined));
     return values.length === 1 ? `${label}${values[0]}` : null;
   };
-  const shared = [same("model ", (r) => r.model), same("task ", (r) => r.task), same("", (r) => r.protocol), same("metric ", (r) => r.details.metric), same("", (r) => r.details.dtype), same("", (r) => r.details.device),
+  const shared = [same("model ", (r) => r.model), same("task ", (r) => r.task), ...KV.table.shared, same("metric ", (r) => r.details.metric), same("", (r) => r.details.dtype), same("", (r) => r.details.device),
     same("", (r) => r.details["versions.cpu"]), same("seed ", (r) => r.details.seed)].filter(Boolean);
   get("common").textContent = ok.length && shared.length ? `All of them: ${shared.join(" · ")}` : "";
   if (data.skipped.length) {

@@ -4,7 +4,7 @@ KV.plots = (() => {
   const { el, colour, known } = KV;
   // Okabe and Ito's palette without its pale yellow; the last is black or white, as the theme wants it
   const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", null];
-  const SYMBOLS = ["circle", "rect", "triangle", "diamond", "pin", "roundRect", "arrow"];
+  const SYMBOLS = ["circle", "rect", "triangle", "diamond", "emptyCircle", "emptyRect", "emptyTriangle"];
   const DASHES = ["solid", "dashed", "dotted"];
   // even in lightness, made for colour-blind readers; bright is much
   const CIVIDIS = ["#00224e", "#2a3f6d", "#575d6d", "#7d7c78", "#a59c74", "#d2c060", "#fee838"];
@@ -46,20 +46,36 @@ KV.plots = (() => {
   };
   const clear = (box) => { live.get(box)?.dispose(); live.delete(box); watch.unobserve(box); };
 
+  /** Names of lines right of the panel, apart from each other and near to where the lines end. */
+  const names = (ends, x, low, high, log) => {
+    const to = log ? Math.log10 : (v) => v, back = log ? (v) => 10 ** v : (v) => v;
+    const order = [...ends].sort((a, b) => to(a.y) - to(b.y) || b.rank - a.rank);
+    const bottom = to(low), top = to(high), gap = Math.min((top - bottom) / 19, (top - bottom) / Math.max(1, order.length - 1));
+    const places = order.map((end) => Math.min(top, Math.max(bottom, to(end.y))));
+    for (let i = 1; i < places.length; i += 1) places[i] = Math.max(places[i], places[i - 1] + gap);
+    for (let i = places.length - 1, at = top; i >= 0; i -= 1, at = places[i + 1] - gap) places[i] = Math.min(places[i], at);
+    return { name: "names", type: "scatter", symbolSize: 0.01, silent: true, clip: false, z: 5,
+      data: order.map((end, i) => ({ value: [x, back(places[i])],
+        label: { show: !narrow(), position: "right", align: "left", distance: 10, formatter: end.name, color: end.colour, fontSize: 11 } })) };
+  };
+
   const heat = ({ x, y, cells, max, xName, yName, format, describe }) => {
     const width = (narrow() ? innerWidth - 110 : 560) / x.length;
+    const long = Math.max(...x.map((text) => text.length));
+    const turned = x.length > 8 && long > 3;
+    const under = turned ? Math.min(100, 22 + 5 * long) : 28;
+    const wide = Math.max(...y.map((text) => text.length));
     return {
-      grid: { left: narrow() ? 58 : 78, right: 16, top: 12, bottom: 96 + Math.min(46, 4 * Math.max(...x.map((t) => t.length)) * (x.length > 8 ? 1 : 0)) },
-      xAxis: axis({ type: "category", data: x, name: xName, nameGap: x.length > 8 ? 74 : 30, splitLine: { show: false },
-        axisLabel: { rotate: x.length > 8 ? 55 : 0, interval: x.length > 60 ? "auto" : 0, hideOverlap: x.length > 60 } }),
-      yAxis: axis({ type: "category", data: y, name: yName, nameGap: narrow() ? 42 : 56, inverse: true, splitLine: { show: false },
-        axisLabel: { interval: "auto", width: narrow() ? 50 : 110, overflow: "truncate" } }),
-      visualMap: { min: 0, max, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 110, itemWidth: 10,
+      grid: { left: (narrow() ? 20 : 34) + Math.min(110, 7 * wide) + (yName ? 8 : 0), right: 16, top: 34, bottom: under + 22 },
+      xAxis: axis({ type: "category", data: x, name: xName, nameGap: under, splitLine: { show: false },
+        axisLabel: { rotate: turned ? 55 : 0, interval: x.length > 60 || narrow() && !turned ? "auto" : 0, hideOverlap: !turned } }),
+      yAxis: axis({ type: "category", data: y, name: yName, nameGap: 20 + Math.min(110, 7 * wide), inverse: true, splitLine: { show: false },
+        axisLabel: { interval: "auto", width: 110, overflow: "truncate" } }),
+      visualMap: { min: 0, max, calculable: false, orient: "horizontal", right: 10, top: 0, itemHeight: 110, itemWidth: 10,
         inRange: { color: CIVIDIS }, textStyle: { color: colour("muted"), fontSize: 11 }, text: [format(max), "0"], hoverLink: false },
       tooltip: { ...common().tooltip, formatter: (point) => tip(describe(point.value)) },
       series: [{ type: "heatmap", data: cells, itemStyle: { borderColor: colour("panel"), borderWidth: width > 12 ? 1.5 : 0 },
-        label: { show: width > 30 && x.length * y.length <= 400, fontSize: 10, formatter: (point) => format(point.value[2]),
-          color: "inherit" },
+        label: { show: width > 30 && x.length * y.length <= 400, fontSize: 10, formatter: (point) => format(point.value[2]) },
         emphasis: { itemStyle: { borderColor: colour("text"), borderWidth: 2 } } }],
     };
   };
@@ -68,5 +84,5 @@ KV.plots = (() => {
     option.series[0].data = option.series[0].data.map((value) => ({ value, label: { color: known(value[2]) && value[2] > 0.55 * max ? "#111" : "#fff" } }));
     return option;
   };
-  return { style, axis, tip, draw, clear, common, narrow, heat: (spec) => inked(heat(spec), spec.max), live, COLOURS };
+  return { style, axis, tip, names, draw, clear, common, narrow, heat: (spec) => inked(heat(spec), spec.max), live, COLOURS };
 })();

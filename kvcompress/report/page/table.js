@@ -3,6 +3,7 @@
 KV.table = (() => {
   const { data, el, get, option, unique, known, MISSING } = KV;
   const CHUNK = 120;
+  const small = matchMedia("(max-width: 700px)");
   const PARTS = ["scorer", "allocator", "codec", "prefill", "reader", "schedule", "preset"];
   const many = (key) => unique(data.rows.filter((r) => r.ok).map((r) => r[key])).length > 1;
   const partsShown = (row) => row.parts.map((v, i) => [PARTS[i], v])
@@ -28,7 +29,7 @@ KV.table = (() => {
     known(row.dlo) && el("span", { class: "sub", text: `[${KV.fixed(row.dlo, 2)}, ${KV.fixed(row.dhi, 2)}]` })];
   const bytesCell = (row) => [
     el("span", { class: "main", text: KV.share(row.ratio) }),
-    known(row.held) && el("span", { class: "sub", text: `${KV.bytes(row.held)}${row.share ? `, asked ${KV.share(row.budget, 0)}` : ""}` })];
+    known(row.held) && el("span", { class: "sub", text: `${KV.bytes(row.held)}${row.share && row.budget < 1 ? `, asked ${KV.share(row.budget, 0)}` : ""}` })];
   const flagsCell = (row) => [
     row.origin !== "measured" && el("span", { class: "flag", text: row.origin }),
     row.flags.map((flag) => el("span", { class: `flag ${/^(failed|oom|partial)/.test(flag) ? "bad" : ""}`, text: flag }))];
@@ -40,12 +41,18 @@ KV.table = (() => {
     return [open, extra.length > 0 && el("span", { class: "sub", text: extra.join(" · ") })];
   };
 
+  /* of a protocol only what tells rows apart; the rest stands once above the table */
+  const aspects = (text) => String(text).split(", ");
+  const everywhere = data.rows.filter((r) => r.ok).map((r) => aspects(r.protocol));
+  const shared = everywhere.length ? everywhere[0].filter((part) => everywhere.every((parts) => parts.includes(part))) : [];
+  const protocol = (row) => aspects(row.protocol).filter((part) => !shared.includes(part)).join(", ") || MISSING;
+
   const number = (key) => (row) => row[key];
   const COLUMNS = [
     { key: "method", label: "Method", show: methodCell, sort: (r) => r.name.toLowerCase(), text: true },
     { key: "model", label: "Model", show: (r) => r.model || MISSING, sort: (r) => r.model, text: true, only: () => many("model") },
     { key: "task", label: "Task", show: (r) => r.task || MISSING, sort: (r) => r.task, text: true, only: () => many("task") },
-    { key: "protocol", label: "Protocol", show: (r) => r.protocol, sort: (r) => r.protocol, text: true, only: () => many("protocol") },
+    { key: "protocol", label: "Protocol", show: protocol, sort: (r) => r.protocol, text: true, only: () => many("protocol") },
     { key: "sweep", label: "Sweep", show: (r) => r.sweep || MISSING, sort: (r) => r.sweep, text: true, only: () => many("sweep") },
     { key: "budget", label: "Budget", show: KV.budget, sort: number("budget") },
     { key: "score", label: "Score", show: scoreCell, sort: number("score"), down: true },
@@ -65,7 +72,7 @@ KV.table = (() => {
 
   /* ---- filters */
   const FIELDS = [
-    ["model", "Model", (r) => r.model], ["task", "Task", (r) => r.task], ["protocol", "Protocol", (r) => r.protocol],
+    ["model", "Model", (r) => r.model], ["task", "Task", (r) => r.task], ["protocol", "Protocol", (r) => protocol(r)],
     ["method", "Method", (r) => r.method], ["budget", "Budget", (r) => KV.budget(r)], ["sweep", "Sweep", (r) => r.sweep],
   ];
   const partNames = (row) => partsShown(row).map(([part, v]) => `${part}: ${v}`);
@@ -155,7 +162,7 @@ KV.table = (() => {
     for (const column of COLUMNS) {
       const shown = [column.show(row)].flat(2).filter((part) => part !== false && part !== null && part !== undefined);
       line.append(el(column.key === "method" ? "th" : "td",
-        { class: `${column.text ? "" : "num"} c-${column.key}`, "data-label": column.label, scope: column.key === "method" ? "row" : null }, shown));
+        { class: `${column.text ? "" : "num"} c-${column.key} ${shown.length === 0 || shown[0] === MISSING ? "missing" : ""}`, "data-label": column.label, scope: column.key === "method" ? "row" : null }, shown));
     }
     return line;
   };
@@ -172,7 +179,7 @@ KV.table = (() => {
     state.rows = sorted(data.rows.filter(passes));
     state.made = 0;
     get("body").textContent = "";
-    grow(CHUNK);
+    grow(small.matches ? 20 : CHUNK);
     showHead();
     const column = COLUMNS.find((c) => c.key === state.sort);
     get("count").textContent = `${state.rows.length} of ${data.rows.length} rows`;
@@ -197,6 +204,7 @@ KV.table = (() => {
     const facts = el("dl", { class: "facts" });
     const fact = (name, value) => { if (known(value) && value !== MISSING) facts.append(el("div", {}, el("dt", { text: name }), el("dd", { text: value }))); };
     PARTS.forEach((part, i) => fact(part, row.parts[i]));
+    fact("protocol", row.protocol);
     fact("run", row.id);
     if (known(row.p)) fact("p-value", `${row.p.toPrecision(2)}, corrected ${row.pc.toPrecision(2)} (${row.dn} samples)`);
     if (known(row.kept)) fact("tokens kept", row.kept.toFixed(1));
@@ -224,9 +232,11 @@ KV.table = (() => {
   const start = () => {
     buildFilters();
     buildHead();
-    get("more").addEventListener("click", () => grow(CHUNK * 4));
-    new IntersectionObserver((seen) => { if (seen[0].isIntersecting && !get("more").hidden) grow(CHUNK); }, { rootMargin: "600px" }).observe(get("more"));
+    get("more").addEventListener("click", () => grow(small.matches ? 40 : CHUNK * 4));
+    // where the table scrolls by itself, rows are made shortly before they come into view
+    const box = get("body").closest(".scroll");
+    box.addEventListener("scroll", () => { if (!get("more").hidden && box.scrollHeight - box.scrollTop - box.clientHeight < 900) grow(CHUNK); }, { passive: true });
     update();
   };
-  return { start, state, update, changed: (f) => listeners.push(f), visible: () => state.rows };
+  return { start, state, update, changed: (f) => listeners.push(f), visible: () => state.rows, shared };
 })();
