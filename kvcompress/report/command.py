@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,9 +42,10 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(shown, value)) + "]"
     text = str(value)
-    if text and all(c.isalnum() or c in "_-./" for c in text) and text.lower() not in ("null", "true", "false", "nan"):
+    if text and all(c.isascii() and c.isalnum() or c in "_-./" for c in text) and text.lower() not in ("null", "true", "false", "nan"):
         return text if not _number(text) else f"'{text}'"
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Hydra escapes quotes, and of backslashes only those before a quote
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), text) + "'"
 
 
 def _number(text: str) -> bool:

@@ -116,8 +116,8 @@ KV.charts = (() => {
           data: points.filter((p) => p.row.name === name), emphasis: { focus: "series" } };
       });
       series.push({ name: "front", type: "line", step: "end", symbol: "none", silent: true, z: 2, data: best.map((p) => p.value), lineStyle: { color: KV.colour("muted"), type: "dashed", width: 1.5 } });
-      series.push({ name: "named", type: "scatter", symbolSize: 1, silent: true, z: 4, data: best.map((p) => ({ value: p.value, row: p.row })), itemStyle: { color: "transparent" },
-        label: { show: !narrow(), position: "right", distance: 9, formatter: (p) => KV.title(p.data.row), color: KV.colour("text"), fontSize: 11 }, labelLayout: { hideOverlap: true } });
+      series.push({ name: "named", type: "scatter", symbolSize: 1, silent: true, z: 4, data: best.map((p, i) => ({ value: p.value, row: p.row, text: i && best[i - 1].row.name === p.row.name ? KV.budget(p.row) : KV.title(p.row) })), itemStyle: { color: "transparent" },
+        label: { show: !narrow(), position: "right", distance: 9, formatter: (p) => p.data.text, color: KV.colour("text"), fontSize: 11 }, labelLayout: { hideOverlap: true } });
       if (x.key === "ratio" && !m.log) series.push({ name: "others", type: "scatter", symbolSize: 5, itemStyle: { color: KV.colour("muted"), opacity: 0.45 },
         data: others().filter((r) => known(r.ratio) || r.share).map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })) });
       return { plot: { grid: { left: narrow() ? 50 : 64, right: narrow() ? 18 : 120, top: 16, bottom: 48 },

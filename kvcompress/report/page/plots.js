@@ -4,6 +4,9 @@ KV.plots = (() => {
   const { el, colour, known } = KV;
   // Okabe and Ito's palette without its pale yellow; the last is black or white, as the theme wants it
   const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", null];
+  // the two blues further apart, and bright enough, on a dark ground
+  const DARK = { "#0072B2": "#4a8fe0", "#56B4E9": "#a3d8f7", "#009E73": "#17b38a" };
+  const ink = (slot) => { const c = COLOURS[slot % COLOURS.length]; return c === null ? colour("text") : (KV.theme.dark() && DARK[c]) || c; };
   const SYMBOLS = ["circle", "rect", "triangle", "diamond", "emptyCircle", "emptyRect", "emptyTriangle"];
   const DASHES = ["solid", "dashed", "dotted"];
   // even in lightness, made for colour-blind readers; bright is much
@@ -11,7 +14,7 @@ KV.plots = (() => {
   const narrow = () => innerWidth < 700;
 
   const style = (slot) => ({
-    colour: COLOURS[slot % COLOURS.length] || colour("text"),
+    colour: ink(slot),
     symbol: SYMBOLS[(slot + Math.floor(slot / COLOURS.length)) % SYMBOLS.length],
     dash: DASHES[Math.floor(slot / COLOURS.length) % DASHES.length],
   });
@@ -56,7 +59,8 @@ KV.plots = (() => {
     for (let i = places.length - 1, at = top; i >= 0; i -= 1, at = places[i + 1] - gap) places[i] = Math.min(places[i], at);
     return { name: "names", type: "scatter", symbolSize: 0.01, silent: true, clip: false, z: 5,
       data: order.map((end, i) => ({ value: [x, back(places[i])],
-        label: { show: !narrow(), position: "right", align: "left", distance: 10, formatter: end.name, color: end.colour, fontSize: 11 } })) };
+        label: { show: !narrow(), position: "right", align: "left", distance: 10, fontSize: 11, color: colour("text"),
+          formatter: `{dot|●} ${end.name.replace(/[{}|]/g, " ")}`, rich: { dot: { color: end.colour, fontSize: 12 } } } })) };
   };
 
   const heat = ({ x, y, cells, max, xName, yName, format, describe }) => {
