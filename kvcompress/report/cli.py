@@ -14,6 +14,7 @@ from kvcompress.report.curves import draw_all
 from kvcompress.report.decode import draw_speed
 from kvcompress.report.entries import Entry, gather
 from kvcompress.report.frame import others
+from kvcompress.report.fronts import draw_fronts
 from kvcompress.report.heatmap import draw
 from kvcompress.report.page import write_page
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = path.with_name(f"{path.stem}-speed.png")
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
-        for path in draw_all(found.entries, options.png):
+        for path in draw_all(found.entries, options.png) + draw_fronts(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
         before = len(found.damaged)
