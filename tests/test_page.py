@@ -70,7 +70,7 @@ def test_rows_hold_the_numbers_of_their_records(results):
         "ttft": 1.25,
         "tpot": 0.025,
         "n": 4,
-        "protocol": "question seen",
+        "protocol": "question hidden",
         "share": True,
         "ok": True,
         "base": False,
@@ -159,9 +159,9 @@ def test_text_of_prompts_models_and_methods_stays_text(tmp_path):
     target = tmp_path / "out" / "board.html"
     written = write_page(gather([tmp_path]), target, title=EVIL)
     text = target.read_text(encoding="utf-8")
-    assert "<script>alert" not in text and "<img" not in text and "<!-- " not in text
+    assert "<script>alert" not in text and "<img src=x" not in text and "&lt;img src=x" in text  # the title's
     row = parts(target)["data"]["rows"][0]
-    assert row["method"].startswith("</script>") and row["error"].startswith("</script>")
+    assert row["method"].startswith("</script>") and row["variant"].startswith("</script>")
     for path in written.folder.glob("*.js"):
         content = path.read_text(encoding="utf-8")
         assert not set("<>&\u2028") & set(content) and re.fullmatch(
