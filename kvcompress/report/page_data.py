@@ -63,8 +63,18 @@ def samples_file(record: Mapping[str, Any]) -> str:
     return f"run-{digest([record.get('sweep'), record['run_id']])}.js"
 
 
-def build(found: Loaded, foreign: Sequence[Record], page: Path, commands: Commands) -> dict[str, Any]:
-    """The whole of the page's data: {"rows", "groups", "suites", "skipped", "shapes": one mapping per group}."""
+def build(
+    found: Loaded,
+    foreign: Sequence[Record],
+    page: Path,
+    commands: Commands,
+    visit: Callable[[str, str, str, list[Record]], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """The whole of the page's data: {"rows", "groups", "suites", "skipped", "shapes": one mapping per group}.
+
+    Args:
+        visit: called for each run with the name of its file, sweep, pair and samples, which are read once for all.
+    """
     rows = measured(found)
     entries = {id(row): entry for row, entry in zip(rows, found.entries, strict=True)}
     tables: dict[tuple[str, str], list[Record]] = {}
@@ -85,9 +95,10 @@ def build(found: Loaded, foreign: Sequence[Record], page: Path, commands: Comman
             entry = entries[id(row)]
             item = cells(row, page.parent, commands.line(entry.path.parent, row))
             item |= {"g": number_of, "name": names.get(id(row)) or _name(row), "family": families.get(id(row), "")}
+            samples = list(entry.rows().values())
+            visit(item["file"], sweep, pair, samples)
             if row["on_board"]:
-                # curves over positions come with the record, the rest from the samples
-                drawn[str(len(shown))] = shape(list(entry.rows().values()), row)
+                drawn[str(len(shown))] = shape(samples, row)
             shown.append(item)
         base = next((row for row in members if is_baseline(row)), None)
         groups.append(
