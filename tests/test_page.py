@@ -94,6 +94,14 @@ def test_groups_are_settings_and_start_with_the_baseline(results):
     ]
 
 
+def test_settings_that_differ_in_what_a_record_does_not_say_do_not_look_alike(tmp_path):
+    for pair in ("1234567", "89abcde"):
+        run(tmp_path, "good", 0.5, [1.0], pair=pair)
+    run(tmp_path, "good", 0.5, [1.0], pair="own", **{"protocol.question": "hidden"})
+    names = [row["protocol"] for row in built(tmp_path)["rows"]]
+    assert names == ["question hidden", "question seen, setting 123456", "question seen, setting 89abcd"]
+
+
 def test_heat_map_cells_are_length_depth_and_mean_score(results):
     data = built(results)
     at = next(str(i) for i, row in enumerate(data["rows"]) if row["method"] == "full" and row["g"] == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -54,6 +55,8 @@ def protocol(record: Mapping[str, Any]) -> str:
     question = record.get("protocol.question")
     found = [f"question {question}" if question else None]
     found += [record.get(f"protocol.{key}") for key in ("haystack", "source", "texts")]
+    turns = record.get("protocol.turns")
+    found.append(None if turns in (None, "single") else f"{record.get('protocol.questions')} questions {turns}")
     found.append(f"template {record['protocol.template']}" if record.get("protocol.template") else None)
     return ", ".join(str(part) for part in found if part) or "–"
 
@@ -83,7 +86,10 @@ def build(
     shown: list[Record] = []
     groups: list[Record] = []
     shapes: list[Record] = []
+    asked = Counter(_place(members[0])[:-1] for members in tables.values())
     for (sweep, pair), members in sorted(tables.items(), key=lambda item: _place(item[1][0])):
+        # lengths, sample limits or prompt versions differ: rows that may not be compared must not look alike
+        name = protocol(members[0]) + (f", setting {pair[:6]}" if asked[_place(members[0])[:-1]] > 1 else "")
         number_of = len(groups)
         names = {id(record): one.name for one in series(members) for record in one.records}
         families = {id(record): one.family for one in series(members) for record in one.records}
@@ -94,7 +100,12 @@ def build(
         for row in members:
             entry = entries[id(row)]
             item = cells(row, page.parent, commands.line(entry.path.parent, row))
-            item |= {"g": number_of, "name": names.get(id(row)) or _name(row), "family": families.get(id(row), "")}
+            item |= {
+                "g": number_of,
+                "protocol": name,
+                "name": names.get(id(row)) or _name(row),
+                "family": families.get(id(row), ""),
+            }
             samples = list(entry.rows().values())
             visit(item["file"], sweep, pair, samples)
             if row["on_board"]:
@@ -107,7 +118,7 @@ def build(
                 "pair": pair,
                 "model": members[0]["model"],
                 "task": members[0]["task"],
-                "protocol": protocol(members[0]),
+                "protocol": name,
                 "metric": members[0].get("metric"),
                 "title": title(members[0]),
                 "baseline": None if base is None else base["run_id"],
