@@ -108,6 +108,18 @@ def test_heat_map_cells_are_length_depth_and_mean_score(results):
     assert data["shapes"][1][at]["heat"] == [[500, 0.1, 0], [500, 0.9, 0], [1000, 0.1, 1], [1000, 0.9, 0]]
 
 
+def test_depths_beyond_what_a_heat_map_can_show_are_rounded_to_tenths():
+    rows = [sample(f"s{i}", float(i < 50), depth=i / 100) for i in range(100)]
+    cells = {depth: score for _, depth, score in page_data.shape(rows, {})["heat"]}
+    assert sorted(cells) == [i / 10 for i in range(11)]
+    assert (
+        cells[0.1] == 1
+        and cells[0.9] == 0
+        and cells[0.5] == pytest.approx(5 / 11, abs=1e-4)
+        or cells[0.5] in (0.4, 0.5)
+    )
+
+
 def test_lines_along_the_generation_are_means_over_samples(tmp_path):
     rows = [sample("a", 1.0), sample("b", 1.0, held=[20 * MB, 20 * MB, 20 * MB, 20 * MB, 22 * MB])]
     run(tmp_path, "good", 0.5, rows)

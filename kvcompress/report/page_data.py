@@ -25,6 +25,7 @@ from kvcompress.report.table import title
 
 Record = dict[str, Any]
 POINTS = 64  # of a line along a generation
+DEPTHS = 24  # rows of a heat map
 PARTS = ("scorer", "allocator", "codec", "prefill", "reader", "schedule", "preset")
 # name in the page → key of a record
 NUMBERS = {
@@ -201,7 +202,7 @@ def shape(rows: Sequence[Record], record: Mapping[str, Any]) -> dict[str, Any]:
     """What figures draw of one run: scores by length and depth, bytes along the generation, tokens kept per layer and
     head, divergence by position. Only what is there."""
     found: dict[str, Any] = {}
-    if map_ := grid(rows):
+    if map_ := grid(coarse(rows)):
         found["heat"] = [[length, depth, number(score, 4)] for (length, depth), score in sorted(map_.items())]
     outs = [row["out"] for row in rows if isinstance(row.get("out"), dict)]
     if held := along([line for out in outs if (line := held_by(out))]):
@@ -216,6 +217,16 @@ def shape(rows: Sequence[Record], record: Mapping[str, Any]) -> dict[str, Any]:
             [number(v, 4) for v in record["metrics.curve_kl"]],
         ]
     return found
+
+
+def coarse(rows: Sequence[Record]) -> Sequence[Record]:
+    """Samples with depths rounded to tenths where there are more of them than a heat map can show."""
+    depths = {(row.get("meta") or {}).get("depth") for row in rows} - {None}
+    if len(depths) <= DEPTHS:
+        return rows
+    metas = [row.get("meta") or {} for row in rows]
+    rounded = [m | {"depth": round(m["depth"], 1)} if m.get("depth") is not None else m for m in metas]
+    return [{"score": row["score"], "meta": meta} for row, meta in zip(rows, rounded, strict=True)]
 
 
 def held_by(out: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
