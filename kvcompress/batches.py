@@ -96,7 +96,7 @@ def run(session: Any, samples: Sequence[Sample]) -> list[dict[str, Any]]:
         return ids.to(device), None if mask is None else mask.to(device)
 
     session.prefill(*on_device([[token for segment in sample.segments for token in segment] for sample in samples]))
-    compressed = [session.report(row) for row in rows]
+    compressed = [session.report(row, kept_map=True) for row in rows]
     held, last = session.cache, len(samples[0].turns) - 1
     answers: list[Any] = []
     ends: list[list[dict[str, Any]]] = []

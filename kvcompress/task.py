@@ -161,7 +161,8 @@ class Task(ABC):
         """
         device = session.model.device
         prompt_s, prompt_peak = prefill(session, sample)
-        compressed = session.report()  # outside the timed region: counting bytes is our work, not the method's
+        # outside the timed region: counting bytes is our work, not the method's
+        compressed = session.report(kept_map=True)
         answers: list[Any] = []
         ends: list[dict[str, Any]] = []
         question_s, order, last = 0.0, sample.order, len(sample.turns) - 1
