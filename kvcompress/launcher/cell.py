@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from kvcompress import models, record
+from kvcompress import models, record, tracking
 from kvcompress.compression import KERNELS
 from kvcompress.config import RESUME, build_method, build_task, check_keys
 from kvcompress.launcher.lock import Lock, locked
@@ -114,6 +114,7 @@ def check(config: DictConfig) -> None:
         raise ValueError(f"kernel={config.kernel!r}; valid: {', '.join(KERNELS)}")
     if config.limit is not None and config.limit < 1:
         raise ValueError(f"limit={config.limit}; at least 1 sample, or null for all")
+    tracking.check(config.logger)
     if not 0 <= config.seed < 2**63:
         raise ValueError(f"seed={config.seed}; 0 to 2**63 - 1")
     if Path(config.sweep.name).is_absolute() or ".." in Path(config.sweep.name).parts or not config.sweep.name:
