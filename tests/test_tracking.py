@@ -206,11 +206,11 @@ def test_what_a_tracker_cannot_take_costs_that_run_alone(monkeypatch, swept, tmp
 
     add_file = wandb.Artifact.add_file
 
-    def failing(artifact, path, **more):
+    def failing(artifact, path, *others, **more):
         calls.append(path)
         if len(calls) == 1:
             raise TypeError("cannot be an artifact")
-        return add_file(artifact, path, **more)
+        return add_file(artifact, path, *others, **more)
 
     monkeypatch.setattr(wandb.Artifact, "add_file", failing)
     sent = [tracking.log(settings(tmp_path), folder) for folder in made]
