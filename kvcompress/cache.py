@@ -50,6 +50,13 @@ class CompressedCache(Cache):
         self.owner: Any = None
         self.model: Any = None  # weak reference to the model that fills it
 
+    def __repr__(self) -> str:
+        if self.real is None or not self.full_layers:
+            return f"CompressedCache({len(self.layers)} layers, nothing evictable held)"
+        seen, kept = int(self.real.max()), float(self.kept_tokens().double().mean())
+        held = self.nbytes()["valid"] / 2**20
+        return f"CompressedCache({len(self.layers)} layers, {kept:.0f} of {seen} tokens per head, {held:.1f} MiB held)"
+
     @property
     def full_layers(self) -> list[CompressedLayer]:
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]

@@ -70,10 +70,24 @@ class LayerObserved(Observed):
 
     def _attention(self, queries: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of some of the window's queries, `[B, H_kv, G, n, P]`, and which are real, `[B, n]`."""
-        allowed = visible(self.positions, at, self.features.window)
-        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features)
+        seen = self._seen_by_all(at)
+        allowed = visible(self.positions[..., seen:], at, self.features.window)
+        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features, seen)
+        if seen:
+            return p, at >= 0
         blind = ~allowed.any(-1) | (at < 0)[:, None]  # all that a query of an earlier chunk saw may be gone
         return p.masked_fill(blind[:, :, None, :, None], 0.0), at >= 0
+
+    def _seen_by_all(self, at: Tensor) -> int:
+        """How many of the first slots hold a key that every one of these queries sees.
+
+        A window at the end of a prompt sees all but its own last slots, and masking is much of its cost on a CPU;
+        elsewhere reading the number would wait for the device.
+        """
+        if self.positions.device.type != "cpu" or self.features.window is not None or bool((at < 0).any()):
+            return 0
+        unseen = ((self.positions < 0) | (self.positions > at.min())).flatten(0, 1).any(0)
+        return int(unseen.to(torch.uint8).argmax()) if bool(unseen.any()) else unseen.shape[0]
 
     @property
     def mass(self) -> Tensor:

@@ -39,7 +39,7 @@ class Session(Hooks):
         shared: SharedPrefill | None = None,
     ):
         super().__init__(model, method, kernel, tokenizer)
-        self.prefill_seconds = 0.0
+        self.prefill_seconds: float | None = None  # unknown where the model was called, not the session
         self.shared = shared
 
     # ------------------------------------------------------------------ explicit phases

@@ -9,7 +9,7 @@ from small_models import left_padded, random_ids, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress import compress
-from kvcompress.methods import METHODS, Full
+from kvcompress.methods import METHODS, Full, SnapKV
 
 LENGTH, HEAD = 300, 64
 BLOCK = 64  # slots of headroom a growing layer may have
@@ -226,3 +226,11 @@ def test_report_tells_what_happened():
     with compress(model, Full()) as session:
         session.prefill(random_ids(1, 20))
         assert session.report()["active"] is False and session.report()["evicted"] == 0
+
+
+def test_a_cache_says_in_one_line_how_many_tokens_it_holds():
+    model = small_model("llama")
+    with compress(model, SnapKV(budget=20, window=4)) as session:
+        assert "nothing evictable held" in repr(session.new_cache())
+        session.prefill(torch.arange(1, 61)[None])
+        assert repr(session.cache).startswith("CompressedCache(") and "20 of 60 tokens per head" in repr(session.cache)
