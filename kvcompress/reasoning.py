@@ -205,7 +205,7 @@ class Reasoning(Task):
         """
         device, turn = session.model.device, sample.turns[0]
         prompt_s, prompt_peak = prefill(session, sample)
-        compressed, prompt = session.report(), session.cache
+        compressed, prompt = session.report(kept_map=True), session.cache
         tokens: list[list[int]] = []
         finished: list[str] = []
         tpot: list[float] = []

@@ -14,6 +14,7 @@ from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
+from kvcompress.kept import kept as kept_positions
 from kvcompress.method import Method
 from kvcompress.parts import Prefilled
 
@@ -270,8 +271,12 @@ class Session(Hooks):
 
     # ------------------------------------------------------------------ reporting
 
-    def report(self) -> dict[str, Any]:
-        """What the method did to the current cache, and what is held now. Keys as in a record's `kv.*`."""
+    def report(self, kept_map: bool = False) -> dict[str, Any]:
+        """What the method did to the current cache, and what is held now. Keys as in a record's `kv.*`.
+
+        Args:
+            kept_map: also where the tokens lie that the first row holds (`kvcompress.kept`).
+        """
         cache = self._current()
         held, kept = cache.nbytes(), cache.kept_tokens()
         evicted = sum(layer.evicted for layer in cache.full_layers)
@@ -303,6 +308,7 @@ class Session(Hooks):
             "kernel": "+".join(sorted(self.compressor.kernels)),
             "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},
             "moments": list(cache.moments),
+            **(kept_positions(cache) if kept_map else {}),
         }
 
 

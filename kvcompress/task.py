@@ -130,7 +130,9 @@ class Task(ABC):
         """
         device = session.model.device
         prompt_s, prompt_peak = prefill(session, sample)
-        compressed = session.report()  # outside the timed region: counting bytes is our work, not the method's
+        compressed = session.report(
+            kept_map=True
+        )  # outside the timed region: counting bytes is our work, not the method's
         tokens: list[list[int]] = []
         finished: list[str] = []
         tpot: list[float] = []

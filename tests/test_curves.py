@@ -8,7 +8,7 @@ from kvcompress import record
 from kvcompress.report import curves
 from kvcompress.report.cli import main
 from kvcompress.report.curves import by_budget, by_bytes, draw_all
-from kvcompress.report.load import load
+from kvcompress.report.entries import gather as load
 from kvcompress.report.series import COLOURS, MARKERS, family, rows, series, spread
 
 BUDGETS = (1.0, 0.5, 0.1)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from kvcompress import record
 from kvcompress.report.cli import main
+from kvcompress.report.entries import gather as load
 from kvcompress.report.heatmap import grid
-from kvcompress.report.load import load
 from kvcompress.report.table import COLUMNS, leaderboard, markdown
 
 

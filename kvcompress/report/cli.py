@@ -9,10 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvcompress.report.command import from_hydra
 from kvcompress.report.curves import draw_all
 from kvcompress.report.decode import draw_speed
+from kvcompress.report.entries import Entry, gather
+from kvcompress.report.frame import others
 from kvcompress.report.heatmap import draw
-from kvcompress.report.load import Entry, load
+from kvcompress.report.page import write_page
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
 
@@ -26,11 +29,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("results")], help="folders with records")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown; - prints them")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every key of every record; - prints it")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write heat maps and curves into this folder")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write figures into this folder, as PNG and SVG")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the page that opens from disk, samples beside it"
+    )
+    parser.add_argument(
+        "--all", type=Path, metavar="FOLDER", help="board.html, board.md, board.csv and figures in one folder"
+    )
+    parser.add_argument(
+        "--published", type=Path, metavar="FILE", help="csv of published numbers, shown in grey on the page"
+    )
+    parser.add_argument(
+        "--foreign", type=Path, nargs="+", default=[], metavar="FOLDER", help="results of other programs, likewise"
+    )
     options = parser.parse_args(arguments)
+    if options.all is not None:
+        options.html = options.html or options.all / "board.html"
+        options.markdown = options.markdown or options.all / "board.md"
+        options.csv = options.csv or options.all / "board.csv"
+        options.png = options.png or options.all / "figures"
 
     notes = Console(stderr=True)
-    found = load(options.paths)
+    found = gather(options.paths)
     for damaged in found.damaged:
         notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not found.entries:
@@ -66,4 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
         for path in draw_all(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if options.html is not None:
+        before = len(found.damaged)
+        rows = others(options.published, options.foreign, found.damaged)
+        for damaged in found.damaged[before:]:
+            notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        written = write_page(found, options.html, rows, from_hydra())
+        notes.print(
+            f"wrote {written.page.resolve()}: open it in a browser ({written.samples:,} samples beside it)",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     return 0

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from kvcompress.record import is_baseline
-from kvcompress.report.load import Entry
+from kvcompress.report.entries import Entry
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record, Series, rows, series, spread, unlimited
 
 FLOOR = 1e-6  # divergences below are rounding of float32 logits

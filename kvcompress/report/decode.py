@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvcompress.report.entries import Entry, ordered
 from kvcompress.report.heatmap import label
-from kvcompress.report.load import Entry, ordered
 from kvcompress.report.series import COLOURS
 
 SHORTEST = 256  # tokens an output needs for its speed to be drawn

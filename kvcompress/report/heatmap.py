@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvcompress.report.load import Entry, ordered
+from kvcompress.report.entries import Entry, ordered
 
 COLOURS = "cividis"  # even in lightness and made for colour-blind readers; bright is good
 

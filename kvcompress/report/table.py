@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcompress.report.load import flags, ordered
+from kvcompress.report.entries import flags, ordered
 
 Record = dict[str, Any]
 MISSING = "–"
