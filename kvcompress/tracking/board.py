@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcompress.report.load import Entry, flags, load, ordered
+from kvcompress.report.entries import Entry, flags, gather, ordered
 
 SAID = ("model", "task", "method", "variant", "budget")  # of every run
 MEASURED = (  # only of runs that count
@@ -43,7 +43,7 @@ def board(sweep: Path) -> Iterator[Board]:
     Raises:
         ValueError: there is no record.
     """
-    entries = load([sweep]).entries
+    entries = gather([sweep]).entries
     if not entries:
         raise ValueError(f"{sweep}: no record")
     columns, rows = table(entries)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvcompress import tracking
-from kvcompress.report.load import load
+from kvcompress.report.entries import gather
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tracking.check(settings)
     except ValueError as error:
         parser.error(str(error))
-    found = load(options.paths)
+    found = gather(options.paths)
     for damaged in found.damaged:
         notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not found.entries:
