@@ -29,6 +29,7 @@ NEEDED = ("source", "benchmark", "method", "metric", "value")
 MEASURES = re.compile(r"avg|pass@|rouge|throughput|decode|kv_|lossless|ttft|keeps|.*_(x|s|percent)$|.*_percent_", re.I)
 PERCENT = re.compile(r"avg|pass@", re.I)  # of these, those that are scores in percent
 KVPRESS_PERCENT = ("ruler", "longbench", "longbench-e")  # its other metrics are 0 to 1
+INTEGERS = {"budget", "n_samples", "seed", "protocol.length"}  # a budget is an int of tokens or a float share
 FIRST = (
     "origin",
     "source",
@@ -108,10 +109,9 @@ def _frame(rows: Sequence[Row], skipped: list[str]) -> pd.DataFrame:
 
     keys = dict.fromkeys([*FIRST, *sorted({key for row in rows for key in row})])
     frame = pd.DataFrame([{key: row.get(key) for key in keys} for row in rows], columns=list(keys))
-    # an int of tokens and a float share in one column would both become floats
-    frame["budget"] = pd.Series(
-        [math.nan if row.get("budget") is None else row["budget"] for row in rows], dtype=object, index=frame.index
-    )
+    for name in INTEGERS & keys.keys():  # with a missing value among them pandas would make floats of them
+        values = [math.nan if row.get(name) is None else row[name] for row in rows]
+        frame[name] = pd.Series(values, dtype=object, index=frame.index)
     frame.attrs["skipped"] = skipped
     return frame
 
@@ -193,7 +193,7 @@ def _kvpress(folder: Path, metrics: Any) -> list[Row]:
     rows = []
     for task, metric, value, n in _kvpress_metrics(metrics):
         name = task or (None if tokens is not None else part)
-        count = n or (counts.get(task) if task in counts else sum(counts.values())) or None
+        count = n or (sum(counts.values()) if task is None else counts.get(task)) or None  # None: a slice of them
         score = value / 100 if config["dataset"] in KVPRESS_PERCENT else value
         rows.append(
             common
@@ -377,7 +377,7 @@ def _same_metric(theirs: Any, ours: Any) -> bool:
 
 def _share(value: float | None) -> float | None:
     """A score as it may stand on a board, None where it is not 0 to 1."""
-    return value if value is not None and math.isfinite(value) and 0.0 <= value <= 1.0 else None
+    return round(value, 8) if value is not None and math.isfinite(value) and 0.0 <= value <= 1.0 else None
 
 
 def _number(text: str) -> float | None:

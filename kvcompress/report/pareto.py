@@ -49,13 +49,18 @@ def front(found: Sequence[Point]) -> list[Point]:
 
 
 def draw_pareto(records: Sequence[Record], title: str, path: Path) -> bool:
-    """Write a panel per cost of comparable runs, the front in a line; False where fewer than two runs have a cost."""
+    """Write a panel per cost of comparable runs, the front in a line, to `path` and beside it as SVG.
+
+    Returns:
+        False where fewer than two runs have a cost; nothing is written then.
+    """
     panels = [(cost, about, unit, found) for cost, about, unit in COSTS if len(found := points(records, cost)) > 1]
     if not panels:
         return False
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvcompress"  # the same records give the same file
     import matplotlib.pyplot as plt
 
     methods = list(dict.fromkeys(str(r["method"]) for r in sorted(records, key=lambda r: not is_baseline(r))))
@@ -75,6 +80,7 @@ def draw_pareto(records: Sequence[Record], title: str, path: Path) -> bool:
     figure.suptitle(f"{title}\nline: no run costs less at this score", fontsize=10, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     plt.close(figure)
     return True
 
