@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,14 @@ def run(
         for i, s in enumerate(scores)
     ]
     folder = record.RunFolder(results, sweep, run_id)
-    folder.open(
-        f"model: {{name: tiny}}\ntask: {{name: {task}}}\nmethod: {{name: {method}}}\nbudget: {budget}\nseed: 0\n"
-    )
+    config = {
+        "model": {"name": "tiny"},
+        "task": {"name": task},
+        "method": {"name": method},
+        "budget": budget,
+        "seed": 0,
+    }
+    folder.open(json.dumps(config))  # JSON is YAML, and plain ASCII
     for row in rows:
         folder.append(row)
     values = [row["score"] for row in rows]

@@ -14,11 +14,11 @@ from kvcompress.report.curves import draw_all
 from kvcompress.report.decode import draw_speed
 from kvcompress.report.entries import Entry, gather
 from kvcompress.report.frame import others
+from kvcompress.report.fronts import draw_fronts
 from kvcompress.report.heatmap import draw
 from kvcompress.report.others import markdown as markdown_others
 from kvcompress.report.others import relevant, show
 from kvcompress.report.page import write_page
-from kvcompress.report.pareto import draw_pareto
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
 
@@ -99,10 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = path.with_name(f"{path.stem}-speed.png")
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
-            path = path.with_name(f"{path.stem.removesuffix('-speed')}-pareto.png")
-            if draw_pareto([entry.record for entry in entries], f"{sweep}: {title(entries[0].record)}", path):
-                notes.print(f"wrote {path}", markup=False, soft_wrap=True)
-        for path in draw_all(found.entries, options.png, beside):
+        for path in draw_all(found.entries, options.png, beside) + draw_fronts(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
         written = write_page(found, options.html, foreign, from_hydra())

@@ -42,7 +42,11 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(shown, value)) + "]"
     text = str(value)
-    if text and all(c.isascii() and c.isalnum() or c in "_-./" for c in text) and text.lower() not in ("null", "true", "false", "nan"):
+    if (
+        text
+        and all(c.isascii() and c.isalnum() or c in "_-./" for c in text)
+        and text.lower() not in ("null", "true", "false", "nan")
+    ):
         return text if not _number(text) else f"'{text}'"
     # Hydra escapes quotes, and of backslashes only those before a quote
     return "'" + re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), text) + "'"

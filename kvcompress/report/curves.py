@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from kvcompress.record import is_baseline
 from kvcompress.report.entries import Entry
+from kvcompress.report.figure import plotting, save
 from kvcompress.report.foreign import points
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record, Series, rows, series, spread, unlimited
 
@@ -83,26 +84,14 @@ def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = 
         heading = f"{sweep}: {model}"
         panels = sorted((by_budget(group, others) for group in usable), key=lambda panel: (panel.log_y, panel.title))
         if panels := [panel for panel in panels if panel.drawable]:
-            written += _save(_figure(panels, heading), folder / f"{stem}-budget")
+            written += save(_figure(panels, heading), folder / f"{stem}-budget")
         for group in usable:
             name = f"{stem}-{group[0]['task'].replace('/', '-')}-{str(group[0].get('protocol.pair'))[:8]}"
             if panels := [panel for panel in by_bytes(group) if panel.drawable]:
-                written += _save(_figure(panels, heading), folder / f"{name}-bytes")
+                written += save(_figure(panels, heading), folder / f"{name}-bytes")
             if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):
-                written += _save(_by_position(group, f"{heading} · {about(group)}"), folder / f"{name}-position")
+                written += save(_by_position(group, f"{heading} · {about(group)}"), folder / f"{name}-position")
     return written
-
-
-def _save(figure: Any, stem: Path) -> list[Path]:
-    import matplotlib.pyplot as plt
-
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    for path in paths:
-        # the same records give the same file
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-    return paths
 
 
 def about(group: Sequence[Record]) -> str:
@@ -161,11 +150,7 @@ def by_bytes(group: list[Record]) -> list[Panel]:
 
 
 def _figure(panels: Sequence[Panel], title: str) -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvcompress"
-    import matplotlib.pyplot as plt
+    plt = plotting()
 
     names = {one.name: one for panel in panels for one in panel.lines}
     lines = sorted(names.values(), key=lambda one: (one.family, one.name))
@@ -301,11 +286,7 @@ def _labels(axes: Any, ends: Sequence[End], height: float, tied: bool) -> None:
 
 def _by_position(group: Sequence[Record], title: str) -> Any:
     """A small panel per method, a line per budget: does the drift grow along the text?"""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvcompress"
-    import matplotlib.pyplot as plt
+    plt = plotting()
 
     lines = [(one, [r for r in one.records if r.get("metrics.curve_kl") and not unlimited(r)]) for one in series(group)]
     lines = [(one, records) for one, records in lines if records]

@@ -64,7 +64,7 @@ def write_page(
     for group in data["groups"]:
         group["prompts"] = samples.prompts_file(group["sweep"], group["pair"])
     count = samples.write(folder, _runs(found.entries))
-    path.write_text(render(data), encoding="utf-8")
+    path.write_text(render(data), encoding="utf-8", errors="replace")
     return Written(path, folder, count)
 
 

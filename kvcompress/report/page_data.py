@@ -34,8 +34,10 @@ NUMBERS = {
     "ttft": "time.ttft_s", "tpot": "time.tpot_s", "compress": "time.compress_s", "kl": "metrics.kl",
     "ppl": "metrics.perplexity_ratio",
 }  # fmt: skip
-DETAILS = ("seed", "dtype", "device", "metric", "versions.git_commit", "versions.torch", "versions.transformers")
-DETAILS += ("versions.cpu", "versions.device", "protocol.kernel", "protocol.decoding")
+DETAILS = (
+    *("seed", "dtype", "device", "metric", "versions.git_commit", "versions.torch", "versions.transformers"),
+    *("versions.cpu", "versions.device", "protocol.kernel", "protocol.decoding"),
+)
 
 
 def number(value: Any, digits: int = 5) -> Any:
@@ -134,8 +136,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def cells(row: Mapping[str, Any], folder: Path, command: str | None) -> Record:
     """One row as the page wants it."""
-    peaks = [row.get(f"memory.{key}") for key in ("prefill_peak", "decode_peak")]
-    known = [peak for peak in peaks if number(peak) is not None]
+    known = [p for key in ("prefill_peak", "decode_peak") if (p := number(row.get(f"memory.{key}"))) is not None]
     item: Record = {name: number(row.get(key)) for name, key in NUMBERS.items()}
     item |= {
         "origin": row["origin"],
@@ -201,7 +202,7 @@ def held_by(out: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
     Tasks that decode long record every few tokens only: what they have is spread evenly over the tokens there are.
     """
     ends = [((out.get(key) or {}).get("kv") or {}).get("bytes_held") for key in ("compressed", "end")]
-    values = out.get("held") or ends
+    values: list[Any] = out.get("held") or ends
     count = max((len(tokens) for tokens in out.get("tokens") or [] if isinstance(tokens, list)), default=len(values))
     if len(values) < 2 or count < 2 or None in values:
         return None

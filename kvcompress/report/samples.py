@@ -85,7 +85,9 @@ def write(folder: Path, runs: Iterable[tuple[str, str, str, list[dict[str, Any]]
     for path in folder.glob("*.js"):
         if path.name.startswith(PREFIX):
             path.unlink()
-    count, group, known = 0, None, {}
+    count = 0
+    group: tuple[str, str] | None = None
+    known: dict[str, dict[str, Any]] = {}
 
     def close() -> None:
         if group is not None:

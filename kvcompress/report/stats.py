@@ -48,7 +48,7 @@ class Difference(Interval):
     n: int
 
 
-def standard_error(values: Sequence[float]) -> float | None:
+def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
     """Of the mean, with n - 1 degrees of freedom."""
     if len(values) < 2:
         return None

@@ -71,8 +71,8 @@ def table(entries: list[Entry]) -> tuple[list[str], list[list[Any]]]:
 def draw(entries: list[Entry], folder: Path) -> list[tuple[str, Path]]:
     """Every figure the records allow, as PNG."""
     from kvcompress.report.curves import about, draw_all
+    from kvcompress.report.fronts import draw_fronts
     from kvcompress.report.heatmap import draw as draw_heat
-    from kvcompress.report.pareto import draw_pareto
 
     found: list[tuple[str, Path]] = []
     groups: dict[str, list[Entry]] = {}
@@ -81,12 +81,9 @@ def draw(entries: list[Entry], folder: Path) -> list[tuple[str, Path]]:
     for pair, group in sorted(groups.items()):
         records = [entry.record for entry in group]
         title = f"{group[0].sweep}: {records[0]['model']} · {about(records)}"
-        name = f"{records[0]['task'].replace('/', '-')}-{pair[:8]}.png"
-        for kind, drawn in (
-            ("heat", draw_heat(group, title, folder / "heat" / name)),
-            ("pareto", draw_pareto(records, title, folder / "pareto" / name)),
-        ):
-            if drawn:
-                found.append((kind, folder / kind / name))
-    found += [("curves", path) for path in draw_all(entries, folder / "curves") if path.suffix == ".png"]
-    return found
+        path = folder / "heat" / f"{records[0]['task'].replace('/', '-')}-{pair[:8]}.png"
+        if draw_heat(group, title, path):
+            found.append(("heat", path))
+    found += [("pareto", path) for path in draw_fronts(entries, folder / "pareto")]
+    found += [("curves", path) for path in draw_all(entries, folder / "curves")]
+    return [(kind, path) for kind, path in found if path.suffix == ".png"]

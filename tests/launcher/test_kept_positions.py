@@ -19,7 +19,9 @@ def with_positions(monkeypatch):
     stock = Session.report
 
     def report(session, **asked):
-        return stock(session, **asked) | {"positions": [session.cache.positions(i).tolist() for i in session.full_layers]}
+        return stock(session, **asked) | {
+            "positions": [session.cache.positions(i).tolist() for i in session.full_layers]
+        }
 
     monkeypatch.setattr(Session, "report", report)
 

@@ -189,7 +189,7 @@ KV.charts = (() => {
   const layers = {
     id: "layers", title: "Tokens kept per layer", wide: true,
     note: () => "Tokens that each layer keeps after compression, mean over heads and samples. One run shows its heads where the record has them.",
-    can: (rows) => rows.some((r) => shapes(r).layers),
+    can: (rows) => rows.some((r) => !r.base && shapes(r).layers),
     controls: (rows) => [choice("layer-view", "Show", [["all", "all methods drawn, by layer"], ...selected(rows).filter((r) => shapes(r).heads).map((r) => [r.index, `${KV.title(r)}: layer × head`])]),
       state.pick["layer-view"] === "all" && budgetChoice("layer-budget", rows)].filter(Boolean),
     draw: (rows) => {
@@ -241,6 +241,10 @@ KV.charts = (() => {
     const box = node.querySelector(".plot");
     node.querySelector(".controls").replaceChildren(...card.controls(rows));
     const made = card.draw(rows);
+    // a choice that leaves nothing, such as a budget that no method drawn has
+    const nothing = !made.numbers.body.length || (made.plot && made.plot.yAxis.data && !made.plot.yAxis.data.length);
+    if (nothing) { made.plot = null; made.numbers = { head: ["Nothing to draw with this choice."], body: [] }; }
+    if (!made.plot) KV.plots.clear(box);
     box.hidden = !made.plot;
     if (made.plot) {
       box.setAttribute("aria-label", `${node.querySelector("h3").textContent}; its numbers follow as a table`);
@@ -275,7 +279,7 @@ KV.charts = (() => {
     get("cards").replaceChildren(...CARDS.filter((card) => card.can(rows)).map((card) => {
       const node = el("article", { class: `card ${card.wide ? "broad" : ""}`, id: `card-${card.id}` },
         el("h3", { text: typeof card.title === "function" ? card.title() : card.title }), el("p", { class: "muted", text: card.note() }), el("div", { class: "controls" }),
-        el("div", { class: "plot", role: "img" }), el("div", { class: "bare" }), el("details", {}));
+        el("div", { class: "plot", role: "img", "aria-label": "figure, drawn when it comes into view" }), el("div", { class: "bare" }), el("details", {}));
       nodes.set(node, { card, painted: false });
       return node;
     }));

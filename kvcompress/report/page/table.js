@@ -102,7 +102,7 @@ KV.table = (() => {
       node.addEventListener("change", () => { state.filters.show = node.value; update(); });
       form.append(el("label", { class: "field" }, "Rows", node));
     }
-    form.append(el("button", { type: "button", id: "reset", class: "quiet", text: "Reset", onclick: () => { form.reset(); state.filters = {}; update(); } }));
+    form.append(el("button", { type: "button", id: "clear", class: "quiet", text: "Reset", onclick: () => { form.reset(); state.filters = {}; update(); } }));
     form.addEventListener("submit", (event) => event.preventDefault());
   };
 
