@@ -32,11 +32,13 @@ from kvcompress.method import Allocator, Codec, Method, Prefill, Reader, Schedul
 from kvcompress.methods import METHODS
 from kvcompress.task import Task
 from kvcompress.tasks import TASKS
+from kvcompress.tracking import LoggerConfig
 
 PARTS: dict[str, type] = {"allocator": Allocator, "codec": Codec, "reader": Reader, "prefill": Prefill}
 SHORT = {"tasks": "task.tasks"}  # lists that may be written shorter on the command line
 GROUPS = ("model", "task", "method", *PARTS, "schedule", "sweep", "logger", "experiment", "debug")
 RESUME = ("auto", "refresh", "any")
+AGENTS = {"sweep": {"wandb"}}  # files beside the options that are read by `wandb sweep`, not by Hydra
 
 
 @dataclass
@@ -56,16 +58,6 @@ class SweepConfig:
     """`name` of the folder under `paths.results` that a run's record goes to."""
 
     name: str = "default"
-
-
-@dataclass
-class LoggerConfig:
-    """`name` is none or wandb; the rest is for wandb. `mode` offline needs no network."""
-
-    name: str = "none"
-    project: str = "kvcompress"
-    mode: str = "offline"
-    dir: str | None = None
 
 
 @dataclass
@@ -207,6 +199,7 @@ def register_model(name: str) -> None:
 def options(group: str, folder: Path) -> list[str]:
     """What may be chosen of a group: its yaml files, and for models the random ones."""
     found = {str(path.relative_to(folder / group).with_suffix("")) for path in (folder / group).rglob("*.yaml")}
+    found -= AGENTS.get(group, set())
     if group == "model":
         found |= set(models.names())
     return sorted(found)

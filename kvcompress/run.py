@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from kvcompress import models, record
+from kvcompress import models, record, tracking
 from kvcompress.budget import NotTogether
 from kvcompress.config import check_overrides, expand_suites, folder, register, with_launcher
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
@@ -33,6 +33,7 @@ class Runner:
         self.console = console or Console(stderr=True)
         self.outcomes: list[Outcome] = []
         self._seen: set[tuple[str, str]] = set()
+        self._loggers: dict[Path, Any] = {}  # of each sweep's folder
         self._model_key: Any = None
         self._model: tuple[Any, Any] | None = None
 
@@ -122,6 +123,7 @@ class Runner:
             note = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
             self._settled(Outcome(str(OmegaConf.select(config, "method.name")), config.budget, status, note=note))
             return None
+        self._loggers[cell.folder.path.parent] = config.logger
         key = (str(cell.folder.path.parent), cell.run_id)
         if key in self._seen:
             none = cell.method.budget_kind == "none"
@@ -130,6 +132,14 @@ class Runner:
             return None
         self._seen.add(key)
         return cell
+
+    def track(self) -> None:
+        """Bring the tracker up to date with what the sweeps left, and give it their leaderboards."""
+        for sweep, settings in self._loggers.items():
+            mine = [o for o in self.outcomes if o.record and o.folder is not None and o.folder.parent == sweep]
+            before = [(o.folder, o.record) for o in mine if o.folder is not None]
+            done = [o.folder for o in mine if o.folder is not None and o.status == "done"]
+            tracking.finish(settings, sweep, before, done)
 
     def _explain(self, groups: Sequence[Group]) -> None:
         """Say which cells share, and which run alone and why."""
@@ -262,6 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.pop(FULL)
         if traceback is not None:
             os.environ[FULL] = traceback
+    if not interrupted:
+        runner.track()
     return summary(runner.outcomes, console, interrupted)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from kvcompress import models, record
+from kvcompress import models, record, tracking
 from kvcompress.batches import cannot_batch
 from kvcompress.budget import NotTogether
 from kvcompress.compression import KERNELS
@@ -120,6 +120,7 @@ def check(config: DictConfig) -> None:
     for name in ("batch", "batch_memory"):
         if config[name] is not None and config[name] < 1:
             raise ValueError(f"{name}={config[name]}; at least 1{' byte' if name != 'batch' else ''}")
+    tracking.check(config.logger)
     if not 0 <= config.seed < 2**63:
         raise ValueError(f"seed={config.seed}; 0 to 2**63 - 1")
     if Path(config.sweep.name).is_absolute() or ".." in Path(config.sweep.name).parts or not config.sweep.name:

@@ -288,8 +288,7 @@ class Worker:
         outcome = cell.outcome
         assert outcome is not None
         if outcome.record:
-            rows = list(cell.folder.rows().values())
-            tracking.log(cell.config.logger, outcome.record, cell.identity, rows, cell.config.sweep.name)
+            tracking.log(cell.config.logger, cell.folder.path)
         cell.release()
         self.settled(outcome)
 
