@@ -355,7 +355,8 @@ def build_method(config: Any) -> Method:
     if config.schedule is None or method.make_scorer() is None:  # nothing to schedule: one cell for all
         return method
     settings = _values(config.schedule)
-    settings.pop("name")
+    if settings.pop("name", None) is None:
+        raise ValueError(f"no schedule is chosen that has settings, but {', '.join(settings)} is set: schedule=NAME")
     return method.replace(schedule=Schedule(**settings))
 
 
