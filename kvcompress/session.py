@@ -14,6 +14,7 @@ from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
+from kvcompress.kept import kept as kept_positions
 from kvcompress.method import Method
 from kvcompress.parts import Prefilled
 
@@ -272,9 +273,14 @@ class Session(Hooks):
 
     # ------------------------------------------------------------------ reporting
 
-    def report(self) -> dict[str, Any]:
-        """What the method did to the current cache, and what is held now. Keys as in a record's `kv.*`."""
-        cache = self._current()
+    def report(self, row: int | None = None, kept_map: bool = False) -> dict[str, Any]:
+        """What the method did to the current cache, and what is held now. Keys as in a record's `kv.*`.
+
+        Args:
+            row: of a batch, as if it were alone: its bytes are those of a copy without padding. None: all rows.
+            kept_map: also where the tokens lie that the first row holds (`kvcompress.kept`).
+        """
+        cache = self._current() if row is None else self._current().row(row)
         held, kept = cache.nbytes(), cache.kept_tokens()
         evicted = sum(layer.evicted for layer in cache.full_layers)
         batch = max(1, kept.shape[1])
@@ -305,6 +311,7 @@ class Session(Hooks):
             "kernel": "+".join(sorted(self.compressor.kernels)),
             "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},
             "moments": list(cache.moments),
+            **(kept_positions(cache) if kept_map else {}),
         }
 
 

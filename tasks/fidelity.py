@@ -223,7 +223,7 @@ class Fidelity(Task):
         device = session.model.device
         prefilled = session.prefill(torch.tensor([sample.segments[0]], device=device))
         del prefilled
-        compressed = session.report()
+        compressed = session.report(kept_map=True)
         held = [compressed["kv"]["bytes_held"]]
         positions: dict[str, list[float]] = {}
         top: list[int] = []

@@ -8,7 +8,7 @@ from kvcompress import record
 from kvcompress.report import curves
 from kvcompress.report.cli import main
 from kvcompress.report.curves import by_budget, by_bytes, draw_all
-from kvcompress.report.load import load
+from kvcompress.report.entries import gather as load
 from kvcompress.report.series import COLOURS, MARKERS, family, rows, series, spread
 
 BUDGETS = (1.0, 0.5, 0.1)
@@ -144,7 +144,8 @@ def test_the_report_writes_every_figure_as_png_and_svg_and_the_same_each_time(tm
     assert main([str(tmp_path / "r"), "--png", str(tmp_path / "out")]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     stems = ("budget", "needle-needle-bytes", "fidelity-fidelity-bytes", "fidelity-fidelity-position")
-    assert names == {f"slope-tiny_model-{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
+    stems = (*(f"tiny_model-{stem}" for stem in stems), "needle-needle-pareto", "fidelity-fidelity-pareto")
+    assert names == {f"slope-{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert before["slope-tiny_model-budget.png"][:4] == b"\x89PNG"
     draw_all(load([tmp_path / "r"]).entries, tmp_path / "out")

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from kvcompress import record
 from kvcompress.report.cli import main
+from kvcompress.report.entries import gather as load
 from kvcompress.report.heatmap import grid
-from kvcompress.report.load import load
 from kvcompress.report.table import COLUMNS, leaderboard, markdown
 
 
@@ -107,8 +107,8 @@ def test_markdown_and_csv_hold_every_record(results, capsys):
 
 def test_heat_maps_are_written_for_one_length_and_for_a_grid(results, tmp_path):
     assert main([str(results), "--png", str(tmp_path / "png")]) == 0
-    (one,) = (tmp_path / "png").glob("*.png")
-    assert one.read_bytes().startswith(b"\x89PNG")
+    (one,) = [path for path in (tmp_path / "png").glob("*.png") if "pareto" not in path.name]
+    assert one.with_suffix(".svg").exists() and one.read_bytes().startswith(b"\x89PNG")
     other = tmp_path / "several"
     make(other, "full", 1.0, 1.0, scorer="none", lengths=(500, 1000, 2000))
     make(other, "good", 0.5, 0.0, lengths=(500, 1000, 2000))

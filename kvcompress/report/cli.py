@@ -9,10 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvcompress.report.command import from_hydra
 from kvcompress.report.curves import draw_all
 from kvcompress.report.decode import draw_speed
+from kvcompress.report.entries import Entry, gather
+from kvcompress.report.frame import others
+from kvcompress.report.fronts import draw_fronts
 from kvcompress.report.heatmap import draw
-from kvcompress.report.load import Entry, load
+from kvcompress.report.others import markdown as markdown_others
+from kvcompress.report.others import relevant, show
+from kvcompress.report.page import write_page
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
 
@@ -26,20 +32,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("results")], help="folders with records")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown; - prints them")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every key of every record; - prints it")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write heat maps and curves into this folder")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write figures into this folder, as PNG and SVG")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the page that opens from disk, samples beside it"
+    )
+    parser.add_argument(
+        "--all", type=Path, metavar="FOLDER", help="board.html, board.md, board.csv and figures in one folder"
+    )
+    parser.add_argument(
+        "--published", type=Path, metavar="FILE", help="csv of published numbers, shown apart and in grey"
+    )
+    parser.add_argument(
+        "--foreign", type=Path, nargs="+", default=[], metavar="FOLDER", help="results of other programs, likewise"
+    )
     options = parser.parse_args(arguments)
+    if options.all is not None:
+        options.html = options.html or options.all / "board.html"
+        options.markdown = options.markdown or options.all / "board.md"
+        options.csv = options.csv or options.all / "board.csv"
+        options.png = options.png or options.all / "figures"
 
     notes = Console(stderr=True)
-    found = load(options.paths)
+    found = gather(options.paths)
+    foreign = others(options.published, options.foreign, found.damaged)
+    beside = relevant(foreign, [entry.record for entry in found.entries])
     for damaged in found.damaged:
         notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    if not found.entries:
+    if len(beside) < len(foreign):
+        notes.print(
+            f"{len(foreign) - len(beside):,} of {len(foreign):,} numbers of others are of no model and task measured here",
+            style="dim", highlight=False,
+        )  # fmt: skip
+    if not found.entries and not beside:
         places = ", ".join(map(str, options.paths))
         notes.print(f"no records under {places}: make some with scripts/run.py", style="red", markup=False)
         return 1
     groups = found.groups()
     printed = False
-    for target, text in ((options.markdown, markdown(groups)), (options.csv, to_csv(r for g in groups for r in g))):
+    records = [record for group in groups for record in group]
+    if foreign:
+        records = [record | {"origin": "measured"} for record in records] + foreign
+    page = markdown(groups) + ("\n" if groups and beside else "") + markdown_others(beside)
+    for target, text in ((options.markdown, page), (options.csv, to_csv(records))):
         if target is None:
             continue
         if str(target) == "-":
@@ -53,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sweep in sorted({entry.sweep for entry in found.entries}):
             notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
             leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], terminal())
+        show(beside, terminal())
     if options.png is not None:
         pairs: dict[tuple[str, str], list[Entry]] = {}
         for entry in found.entries:
@@ -64,6 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = path.with_name(f"{path.stem}-speed.png")
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
-        for path in draw_all(found.entries, options.png):
+        for path in draw_all(found.entries, options.png, beside) + draw_fronts(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if options.html is not None:
+        written = write_page(found, options.html, foreign, from_hydra())
+        notes.print(
+            f"wrote {written.page.resolve()}: open it in a browser ({written.samples:,} samples beside it)",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     return 0

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from kvcompress.record import is_baseline
-from kvcompress.report.load import Entry
+from kvcompress.report.entries import Entry, several
+from kvcompress.report.figure import plotting, save
+from kvcompress.report.foreign import points
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record, Series, rows, series, spread, unlimited
 
 FLOOR = 1e-6  # divergences below are rounding of float32 logits
 SIZE = 8  # of text, in points
+OTHERS = "#767676"  # numbers of others: grey, and no method of ours
+NAMED = 24  # of them at most are named; more names would lie over each other
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Panel:
     x_label: str
     log_y: bool = False
     bytes_x: bool = False  # megabytes on a log scale; else shares of the full cache
+    others: list[tuple[float, float, Record]] = field(default_factory=list)  # x, y and row of numbers of others
 
     @property
     def lines(self) -> list[Series]:
@@ -60,11 +65,12 @@ class End(NamedTuple):
     mean: float
 
 
-def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
+def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = ()) -> list[Path]:
     """Every figure the records allow, as PNG and SVG in `folder`.
 
     Per sweep and model, where some method has two budgets or more: score and divergence by budget; per setting, the
-    same against peak and mean bytes along the decode; for divergences, the curve by position.
+    same against peak and mean bytes along the decode; for divergences, the curve by position. Numbers of `others` on
+    the same model and task are grey points beside the scores.
     """
     written: list[Path] = []
     models: dict[tuple[str, str], dict[str, list[Record]]] = {}
@@ -76,28 +82,16 @@ def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
         usable = [group for group in groups.values() if any(len(one.records) > 1 for one in series(group))]
         stem = f"{sweep}-{model.replace('/', '_')}"
         heading = f"{sweep}: {model}"
-        panels = sorted((by_budget(group) for group in usable), key=lambda panel: (panel.log_y, panel.title))
+        panels = sorted((by_budget(group, others) for group in usable), key=lambda panel: (panel.log_y, panel.title))
         if panels := [panel for panel in panels if panel.drawable]:
-            written += _save(_figure(panels, heading), folder / f"{stem}-budget")
+            written += save(_figure(panels, heading), folder / f"{stem}-budget")
         for group in usable:
             name = f"{stem}-{group[0]['task'].replace('/', '-')}-{str(group[0].get('protocol.pair'))[:8]}"
             if panels := [panel for panel in by_bytes(group) if panel.drawable]:
-                written += _save(_figure(panels, heading), folder / f"{name}-bytes")
+                written += save(_figure(panels, heading), folder / f"{name}-bytes")
             if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):
-                written += _save(_by_position(group, f"{heading} · {about(group)}"), folder / f"{name}-position")
+                written += save(_by_position(group, f"{heading} · {about(group)}"), folder / f"{name}-position")
     return written
-
-
-def _save(figure: Any, stem: Path) -> list[Path]:
-    import matplotlib.pyplot as plt
-
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    for path in paths:
-        # the same records give the same file
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-    return paths
 
 
 def about(group: Sequence[Record]) -> str:
@@ -108,6 +102,8 @@ def about(group: Sequence[Record]) -> str:
     asked = [str(record[f"protocol.{key}"]) for key in ("haystack", "source", "texts") if record.get(f"protocol.{key}")]
     if record.get("protocol.question"):
         asked.append(f"question {record['protocol.question']}")
+    if several(record):
+        asked.append(str(several(record)))
     return ", ".join([str(record["task"]), *asked, f"{many} samples"])
 
 
@@ -125,13 +121,16 @@ def _y(group: Sequence[Record]) -> dict[str, Any]:
     return {"y": partial(_get, "score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
 
 
-def by_budget(group: list[Record]) -> Panel:
+def by_budget(group: list[Record], others: Sequence[Record] = ()) -> Panel:
     """Score or divergence by the share of bytes measured; where it is not the nominal budget a thin line leads there."""
     label = (
         "bytes held after compression, measured, share of the full cache\n"
         "(a thin line leads there from a nominal budget that differs)"
     )
-    return Panel(about(group), group, x=partial(_get, "kv.ratio"), x_label=label, **_y(group))
+    beside = [] if divergence(group) else points(group, others)
+    if beside:
+        label += "\n(grey ×: numbers of others, at the share they asked for)"
+    return Panel(about(group), group, x=partial(_get, "kv.ratio"), x_label=label, others=beside, **_y(group))
 
 
 def by_bytes(group: list[Record]) -> list[Panel]:
@@ -153,11 +152,7 @@ def by_bytes(group: list[Record]) -> list[Panel]:
 
 
 def _figure(panels: Sequence[Panel], title: str) -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvcompress"
-    import matplotlib.pyplot as plt
+    plt = plotting()
 
     names = {one.name: one for panel in panels for one in panel.lines}
     lines = sorted(names.values(), key=lambda one: (one.family, one.name))
@@ -228,6 +223,11 @@ def _paint(
                     axes.plot([record["budget"], x], [max(y, low)] * 2, color=colour, lw=0.6, zorder=2)
                     axes.plot([record["budget"]], [max(y, low)], marker="|", ms=5, color=colour, zorder=2)
         ends.append(End(name, colour, marker, xs[-1], ys[-1], fmean(y for _, y, _ in found)))
+    axes.plot(
+        [x for x, _, _ in panel.others], [y for _, y, _ in panel.others], color=OTHERS, marker="x", ms=4, lw=0, zorder=2
+    )
+    for x, y, row in panel.others if len(panel.others) <= NAMED else ():
+        axes.annotate(str(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS)
     _labels(axes, ends, height, panel.log_y)
     axes.tick_params(labelsize=SIZE)
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
@@ -241,6 +241,7 @@ def _scale_x(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     found = [x for one in panel.lines for x, _, _ in panel.points(one)]
+    found += [x for x, _, _ in panel.others]
     if panel.bytes_x:
         axes.set_xscale("log")
         full = panel.x(panel.baseline) if panel.baseline else None
@@ -287,11 +288,7 @@ def _labels(axes: Any, ends: Sequence[End], height: float, tied: bool) -> None:
 
 def _by_position(group: Sequence[Record], title: str) -> Any:
     """A small panel per method, a line per budget: does the drift grow along the text?"""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvcompress"
-    import matplotlib.pyplot as plt
+    plt = plotting()
 
     lines = [(one, [r for r in one.records if r.get("metrics.curve_kl") and not unlimited(r)]) for one in series(group)]
     lines = [(one, records) for one, records in lines if records]

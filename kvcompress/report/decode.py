@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvcompress.report.entries import Entry, ordered
+from kvcompress.report.figure import plotting, save
 from kvcompress.report.heatmap import label
-from kvcompress.report.load import Entry, ordered
 from kvcompress.report.series import COLOURS
 
 SHORTEST = 256  # tokens an output needs for its speed to be drawn
@@ -23,10 +24,7 @@ def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
 
     The full cache's line leaves the panel: the axis ends where the budget and one interval are seen well.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = plotting()
 
     found = [trace if isinstance(trace, Mapping) else trace.as_dict() for trace in traces]
     figure, axes = plt.subplots(figsize=(8.0, 4.0), layout="constrained")
@@ -61,9 +59,7 @@ def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
     right.set_ylabel("tokens per head")
     axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
     axes.set_title(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path.with_suffix(""))
 
 
 def generations(row: Mapping[str, Any]) -> Iterator[list[float]]:
@@ -95,10 +91,7 @@ def speeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
 
 def draw_speed(entries: Sequence[Entry], title: str, path: Path) -> bool:
     """Write tokens per second against output length of comparable finished runs; False where outputs are short."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = plotting()
 
     by_id = {id(entry.record): entry for entry in entries if entry.record["status"] == "ok"}
     lines = []
@@ -118,7 +111,5 @@ def draw_speed(entries: Sequence[Entry], title: str, path: Path) -> bool:
     axes.set_ylabel("tokens per second (median)")
     axes.legend(frameon=False, fontsize=8)
     axes.set_title(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path.with_suffix(""))
     return True

@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvcompress.report.load import Entry, ordered
+from kvcompress.report.entries import Entry, ordered
+from kvcompress.report.figure import plotting, save
 
 COLOURS = "cividis"  # even in lightness and made for colour-blind readers; bright is good
 
@@ -33,10 +34,7 @@ def label(record: dict[str, Any]) -> str:
 
 def draw(entries: Sequence[Entry], title: str, path: Path) -> bool:
     """Write a heat map of comparable finished runs to `path`; False where no sample has a length and a depth."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = plotting()
 
     by_id = {id(entry.record): entry for entry in entries if entry.record["status"] == "ok"}
     runs = []
@@ -50,9 +48,7 @@ def draw(entries: Sequence[Entry], title: str, path: Path) -> bool:
     depths = sorted({depth for _, cells in runs for _, depth in cells})
     figure = _methods(plt, runs, lengths[0], depths) if len(lengths) == 1 else _grids(plt, runs, lengths, depths)
     figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path.with_suffix(""))
     return True
 
 

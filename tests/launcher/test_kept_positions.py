@@ -18,8 +18,10 @@ def with_positions(monkeypatch):
     """Reports, which go into a sample's line, also say the positions each layer and head holds."""
     stock = Session.report
 
-    def report(session):
-        return stock(session) | {"positions": [session.cache.positions(i).tolist() for i in session.full_layers]}
+    def report(session, **asked):
+        return stock(session, **asked) | {
+            "positions": [session.cache.positions(i).tolist() for i in session.full_layers]
+        }
 
     monkeypatch.setattr(Session, "report", report)
 

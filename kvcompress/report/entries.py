@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvcompress.record import FINISHED, is_baseline, paired_delta, read_record, read_rows, source_hash
+from kvcompress.record import FINISHED, is_baseline, read_record, read_rows, source_hash
+from kvcompress.report import stats
 
 
 @dataclass
@@ -22,7 +24,13 @@ class Entry:
         return self.path.parent.parent.name
 
     def rows(self) -> dict[str, dict[str, Any]]:
+        """Finished samples by id, read again each time: many runs would not fit into memory."""
         return {row["id"]: row for row in read_rows(self.path.parent / "samples.jsonl")}
+
+    @cached_property
+    def scores(self) -> dict[str, float]:
+        """Scores of the finished samples by id."""
+        return {key: float(row["score"]) for key, row in self.rows().items()}
 
 
 @dataclass
@@ -49,7 +57,7 @@ def ordered(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(records, key=key)
 
 
-def load(paths: Iterable[Path]) -> Loaded:
+def gather(paths: Iterable[Path]) -> Loaded:
     """Every record under `paths` (folders, or record files); the difference to the baseline is computed again.
 
     A damaged record or one that cannot be read is left out and listed.
@@ -65,19 +73,22 @@ def load(paths: Iterable[Path]) -> Loaded:
             found.entries.append(Entry(read_record(file), file))
         except ValueError as error:
             found.damaged.append(str(error))
-    pairs: dict[tuple[str, Any], Entry] = {}
+    bases = baselines(found.entries)
     for entry in found.entries:
-        if is_baseline(entry.record):
-            pairs[entry.sweep, entry.record.get("protocol.pair")] = entry
-    for entry in found.entries:
-        base = pairs.get((entry.sweep, entry.record.get("protocol.pair")))
+        base = bases.get((entry.sweep, entry.record.get("protocol.pair")))
         if base is None or entry.record["status"] not in FINISHED:
             continue
-        delta = paired_delta(entry.rows(), base.rows())
-        if delta is not None:
-            entry.record["delta_full"], entry.record["delta_stderr"] = delta
+        deltas = stats.paired(entry.scores, base.scores)
+        if len(deltas):
+            entry.record["delta_full"] = float(deltas.mean())
+            entry.record["delta_stderr"] = stats.standard_error(deltas.tolist())
             entry.record["baseline"] = base.record["run_id"]
     return found
+
+
+def baselines(entries: Iterable[Entry]) -> dict[tuple[str, Any], Entry]:
+    """The uncompressed run of each sweep and `protocol.pair`."""
+    return {(e.sweep, e.record.get("protocol.pair")): e for e in entries if is_baseline(e.record)}
 
 
 def flags(record: dict[str, Any]) -> list[str]:
@@ -93,4 +104,14 @@ def flags(record: dict[str, Any]) -> list[str]:
         found.append(f"clamped on {record['share_clamped']:.0%}")
     if record.get("protocol.truncated_share"):
         found.append(f"truncated {record['protocol.truncated_share']:.0%}")
+    if record.get("protocol.unfinished_share"):
+        found.append(f"thinking unfinished {record['protocol.unfinished_share']:.0%}")
+    if record.get("protocol.hit_max_share"):
+        found.append(f"hit-max {record['protocol.hit_max_share']:.0%}")
     return found
+
+
+def several(record: dict[str, Any]) -> str | None:
+    """How several questions on one context were asked, where there were several."""
+    count, turns = record.get("protocol.questions"), record.get("protocol.turns")
+    return None if turns in (None, "single") else f"{count} questions, {turns}"

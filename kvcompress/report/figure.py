@@ -1,0 +1,30 @@
+"""How figures are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+KINDS = ("png", "svg")
+
+
+def plotting() -> Any:
+    """pyplot, set up to draw into files; loaded only where something is drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvcompress"
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save(figure: Any, stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG beside each other and close it; the same records give the same files."""
+    plt = plotting()
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in KINDS]
+    for path in paths:
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return paths

@@ -1,0 +1,92 @@
+/* Figures: colours that differ for every kind of colour vision, and what all of them have in common. */
+"use strict";
+KV.plots = (() => {
+  const { el, colour, known } = KV;
+  // Okabe and Ito's palette without its pale yellow; the last is black or white, as the theme wants it
+  const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", null];
+  // the two blues further apart, and bright enough, on a dark ground
+  const DARK = { "#0072B2": "#4a8fe0", "#56B4E9": "#a3d8f7", "#009E73": "#17b38a" };
+  const ink = (slot) => { const c = COLOURS[slot % COLOURS.length]; return c === null ? colour("text") : (KV.theme.dark() && DARK[c]) || c; };
+  const SYMBOLS = ["circle", "rect", "triangle", "diamond", "emptyCircle", "emptyRect", "emptyTriangle"];
+  const DASHES = ["solid", "dashed", "dotted"];
+  // even in lightness, made for colour-blind readers; bright is much
+  const CIVIDIS = ["#00224e", "#2a3f6d", "#575d6d", "#7d7c78", "#a59c74", "#d2c060", "#fee838"];
+  const narrow = () => innerWidth < 700;
+
+  const style = (slot) => ({
+    colour: ink(slot),
+    symbol: SYMBOLS[(slot + Math.floor(slot / COLOURS.length)) % SYMBOLS.length],
+    dash: DASHES[Math.floor(slot / COLOURS.length) % DASHES.length],
+  });
+
+  const axis = (more) => {
+    const { nameTextStyle, ...rest } = more;
+    return {
+      nameLocation: "middle", axisLine: { show: more.type !== "category", lineStyle: { color: colour("line") } }, axisTick: { show: false },
+      splitLine: { show: true, lineStyle: { color: colour("line"), opacity: 0.55 } },
+      nameTextStyle: { color: colour("muted"), fontSize: 12, ...nameTextStyle }, ...rest,
+      axisLabel: { color: colour("muted"), fontSize: 11, hideOverlap: true, ...rest.axisLabel },
+    };
+  };
+  /** What a pointer on a point says: lines of plain text. */
+  const tip = (lines) => el("div", { class: "tip" }, lines.filter(Boolean).map((line, i) => el("div", { class: i ? "" : "strong", text: line })));
+  const common = () => ({
+    animation: false, textStyle: { fontFamily: getComputedStyle(document.body).fontFamily },
+    aria: { enabled: true },
+    tooltip: { confine: true, backgroundColor: colour("panel"), borderColor: colour("line"), textStyle: { color: colour("text"), fontSize: 12 } },
+  });
+
+  const live = new Map();
+  const watch = new ResizeObserver((seen) => seen.forEach(({ target }) => live.get(target)?.resize()));
+  /** Draw into a box; the same box is drawn anew. */
+  const draw = (box, option) => {
+    live.get(box)?.dispose();
+    const chart = echarts.init(box, null, { renderer: "svg" });
+    chart.setOption({ ...common(), ...option });
+    live.set(box, chart);
+    watch.observe(box);
+    return chart;
+  };
+  const clear = (box) => { live.get(box)?.dispose(); live.delete(box); watch.unobserve(box); };
+
+  /** Names of lines right of the panel, apart from each other and near to where the lines end. */
+  const names = (ends, x, low, high, log) => {
+    const to = log ? Math.log10 : (v) => v, back = log ? (v) => 10 ** v : (v) => v;
+    const order = [...ends].sort((a, b) => to(a.y) - to(b.y) || b.rank - a.rank);
+    const bottom = to(low), top = to(high), gap = Math.min((top - bottom) / 19, (top - bottom) / Math.max(1, order.length - 1));
+    const places = order.map((end) => Math.min(top, Math.max(bottom, to(end.y))));
+    for (let i = 1; i < places.length; i += 1) places[i] = Math.max(places[i], places[i - 1] + gap);
+    for (let i = places.length - 1, at = top; i >= 0; i -= 1, at = places[i + 1] - gap) places[i] = Math.min(places[i], at);
+    return { name: "names", type: "scatter", symbolSize: 0.01, silent: true, clip: false, z: 5,
+      data: order.map((end, i) => ({ value: [x, back(places[i])],
+        label: { show: !narrow(), position: "right", align: "left", distance: 10, fontSize: 11, color: colour("text"),
+          formatter: `{dot|●} ${end.name.replace(/[{}|]/g, " ")}`, rich: { dot: { color: end.colour, fontSize: 12 } } } })) };
+  };
+
+  const heat = ({ x, y, cells, max, xName, yName, format, describe }) => {
+    const width = (narrow() ? innerWidth - 110 : 560) / x.length;
+    const long = Math.max(...x.map((text) => text.length));
+    const turned = x.length > 8 && long > 3;
+    const under = turned ? Math.min(100, 22 + 5 * long) : 28;
+    const wide = Math.max(...y.map((text) => text.length));
+    return {
+      grid: { left: (narrow() ? 20 : 34) + Math.min(110, 7 * wide) + (yName ? 8 : 0), right: 16, top: 34, bottom: under + 22 },
+      xAxis: axis({ type: "category", data: x, name: xName, nameGap: under, splitLine: { show: false },
+        axisLabel: { rotate: turned ? 55 : 0, interval: x.length > 60 || narrow() && !turned ? "auto" : 0, hideOverlap: !turned } }),
+      yAxis: axis({ type: "category", data: y, name: yName, nameGap: 20 + Math.min(110, 7 * wide), inverse: true, splitLine: { show: false },
+        axisLabel: { interval: "auto", width: 110, overflow: "truncate" } }),
+      visualMap: { min: 0, max, calculable: false, orient: "horizontal", right: 10, top: 0, itemHeight: 110, itemWidth: 10,
+        inRange: { color: CIVIDIS }, textStyle: { color: colour("muted"), fontSize: 11 }, text: [format(max), "0"], hoverLink: false },
+      tooltip: { ...common().tooltip, formatter: (point) => tip(describe(point.value)) },
+      series: [{ type: "heatmap", data: cells, itemStyle: { borderColor: colour("panel"), borderWidth: width > 12 ? 1.5 : 0 },
+        label: { show: width > 30 && x.length * y.length <= 400, fontSize: 10, formatter: (point) => format(point.value[2]) },
+        emphasis: { itemStyle: { borderColor: colour("text"), borderWidth: 2 } } }],
+    };
+  };
+  /* dark text on bright cells, bright on dark ones */
+  const inked = (option, max) => {
+    option.series[0].data = option.series[0].data.map((value) => ({ value, label: { color: known(value[2]) && value[2] > 0.55 * max ? "#111" : "#fff" } }));
+    return option;
+  };
+  return { style, axis, tip, names, draw, clear, common, narrow, heat: (spec) => inked(heat(spec), spec.max), live, COLOURS };
+})();

@@ -1,0 +1,182 @@
+"""Statistics of boards against scipy, closed forms and plain loops; and that chance alone is hardly ever marked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcompress.report import stats
+
+few = st.lists(st.floats(-1, 1, allow_nan=False).map(lambda v: round(v, 3)), min_size=2, max_size=8)
+
+
+def test_standard_error_is_the_closed_form():
+    assert stats.standard_error([1.0, 2.0, 3.0, 4.0]) == pytest.approx(math.sqrt(5 / 3 / 4))
+    assert stats.standard_error([0.5]) is None
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 30, 199])
+@pytest.mark.parametrize("level", [0.75, 0.95, 0.975, 0.995])
+def test_students_quantiles_are_those_of_the_published_tables(freedom, level):
+    scipy = pytest.importorskip("scipy.stats", reason="scipy is no dependency; the table's test stays")
+    assert stats.student_quantile(level, freedom) == pytest.approx(scipy.t.ppf(level, freedom), rel=1e-9)
+
+
+def test_students_quantiles_agree_with_a_printed_table():
+    for freedom, value in ((1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)):
+        assert stats.student_quantile(0.975, freedom) == pytest.approx(value, abs=6e-4)
+
+
+def test_an_interval_of_real_valued_scores_is_students():
+    scores = [0.2, 0.5, 0.4, 0.9, 0.55]
+    found = stats.score_interval(scores)
+    reach = 2.7764451 * np.std(scores, ddof=1) / math.sqrt(5)
+    assert (found.low, found.high) == pytest.approx((np.mean(scores) - reach, np.mean(scores) + reach), abs=1e-6)
+    assert found.mean == pytest.approx(0.51)
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "low", "high"), [(5, 5, 0.5655, 1.0), (0, 10, 0.0, 0.2775), (81, 263, 0.2553, 0.3662)]
+)
+def test_an_interval_of_right_or_wrong_is_wilsons(right, n, low, high):
+    """The last is Newcombe's (1998) worked example."""
+    found = stats.score_interval([1.0] * right + [0.0] * (n - right))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_an_interval_of_one_real_valued_score_is_left_open():
+    assert stats.score_interval([0.3]) == stats.Interval(0.3, None, None, None)
+    with pytest.raises(ValueError, match="at least one sample"):
+        stats.score_interval([])
+
+
+@given(st.integers(1, 60), st.data())
+def test_wilsons_interval_holds_the_share_and_lies_within_0_and_1(n, data):
+    k = data.draw(st.integers(0, n))
+    low, high = stats.wilson(k / n, n)
+    assert 0 <= low <= k / n <= high <= 1 and high - low > 0
+
+
+def test_a_bootstrap_interval_agrees_with_the_normal_one_on_many_samples():
+    """For a mean of many samples the percentile bootstrap is mean ± 1.96 standard errors, up to its own noise."""
+    deltas = np.random.default_rng(3).normal(-0.1, 0.3, size=400)
+    low, high = stats.bootstrap(deltas)
+    error = stats.standard_error(deltas)
+    assert (low, high) == pytest.approx((deltas.mean() - 1.96 * error, deltas.mean() + 1.96 * error), abs=0.1 * error)
+
+
+def test_a_bootstrap_of_three_samples_is_the_full_enumeration():
+    """27 resamples of three differences, each as likely: the exact quantiles of their means."""
+    deltas = np.array([-0.6, 0.1, 0.3])
+    means = sorted(np.mean(draw) for draw in itertools.product(deltas, repeat=3))
+    assert stats.bootstrap(deltas, level=0.5) == pytest.approx((means[6], means[20]), abs=0.05)
+    assert stats.bootstrap(deltas, level=0.9999) == pytest.approx((means[0], means[-1]))
+
+
+def test_a_bootstrap_agrees_with_scipys():
+    scipy = pytest.importorskip("scipy.stats", reason="scipy is no dependency; the closed forms' tests stay")
+    deltas = np.random.default_rng(5).beta(0.5, 0.5, size=30) - 0.6
+    theirs = scipy.bootstrap((deltas,), np.mean, method="percentile", n_resamples=9999, rng=1).confidence_interval
+    assert stats.bootstrap(deltas) == pytest.approx((theirs.low, theirs.high), abs=0.01)
+
+
+def by_hand(deltas):
+    """The sign-flip test by looking at every assignment."""
+    seen = abs(sum(deltas))
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, deltas, strict=True)))
+        for signs in itertools.product((-1, 1), repeat=len(deltas))
+    ]
+    return sum(value >= seen - 1e-9 * sum(map(abs, deltas)) for value in sums) / len(sums)
+
+
+@given(few)
+def test_the_sign_flip_test_is_the_enumeration_of_all_signs(deltas):
+    assert stats.sign_flip(np.array(deltas)) == pytest.approx(by_hand(deltas), abs=1e-12)
+
+
+def test_the_sign_flip_test_of_right_or_wrong_is_mcnemars_exact_test():
+    """Eight samples lost, one gained, eleven alike: twice the binomial tail of 1 of 9."""
+    deltas = np.array([-1.0] * 8 + [1.0] + [0.0] * 11)
+    assert stats.sign_flip(deltas) == pytest.approx(2 * (1 + 9) / 2**9)
+
+
+def test_a_drawn_sign_flip_test_agrees_with_scipys_permutation_test():
+    scipy = pytest.importorskip("scipy.stats", reason="scipy is no dependency; the enumeration's test stays")
+    deltas = np.random.default_rng(7).normal(0.12, 0.4, size=40)
+    theirs = scipy.permutation_test((deltas,), np.mean, permutation_type="samples", n_resamples=50000, rng=2).pvalue
+    assert stats.sign_flip(deltas) == pytest.approx(theirs, abs=0.01)
+
+
+def test_five_samples_that_all_fall_are_not_called_certain():
+    found = stats.difference([-1.0] * 5)
+    assert found.p == 2 / 32 and (found.low, found.high) == (-1.0, -1.0)
+    assert stats.least_samples(1) == 6 and stats.difference([-1.0] * 6).p < 0.05
+
+
+def test_differences_are_of_the_samples_that_both_have():
+    deltas = stats.paired({"a": 1.0, "b": 0.0, "c": 0.5}, {"b": 1.0, "c": 0.25, "d": 1.0})
+    assert deltas.tolist() == [-1.0, 0.25]
+    assert stats.difference(stats.paired({"a": 1.0}, {"b": 1.0})) is None
+
+
+def test_holms_correction_is_that_of_a_worked_example():
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20))
+def test_corrected_p_values_keep_their_order_and_never_fall(values):
+    corrected = stats.holm(values)
+    assert all(c >= p for c, p in zip(corrected, values, strict=True)) and max(corrected) <= 1.0
+    for (p, c), (q, d) in itertools.combinations(zip(values, corrected, strict=True), 2):
+        assert (c - d) * (p - q) >= 0
+    assert min(corrected) == pytest.approx(min(1.0, len(values) * min(values)))
+
+
+def test_twenty_methods_that_differ_by_chance_alone_are_hardly_ever_marked():
+    """20 methods, 50 right-or-wrong samples, all with the baseline's chance: about one board in twenty has a mark.
+
+    Without the correction one board in four would have one, and more with more samples.
+    """
+    draw = np.random.default_rng(11)
+    boards, marked, plain = 200, 0, 0
+    for _ in range(boards):
+        base = draw.random(50) < 0.6
+        p = [stats.sign_flip((draw.random(50) < 0.6).astype(float) - base) for _ in range(20)]
+        marked += min(stats.holm(p)) < stats.SIGNIFICANT
+        plain += min(p) < stats.SIGNIFICANT
+    assert marked <= 0.09 * boards and plain >= 0.2 * boards
+
+
+def test_a_real_loss_is_marked_among_twenty_methods_that_lose_nothing():
+    draw = np.random.default_rng(13)
+    base = (draw.random(80) < 0.8).astype(float)
+    p = [stats.sign_flip(base * (draw.random(80) < 0.4) - base), *[stats.sign_flip(base - base) for _ in range(20)]]
+    corrected = stats.holm(p)
+    assert corrected[0] < 0.001 and min(corrected[1:]) == 1.0
+
+
+def test_at_equal_bytes_a_run_near_is_taken_and_else_two_around_are_joined():
+    points = [(0.5, 0.9), (0.25, 0.5), (0.1, 0.1)]
+    assert stats.at_bytes(points, 0.252) == {"score": 0.5, "interpolated": False}
+    found = stats.at_bytes(points, 0.3)
+    assert found["interpolated"] and found["score"] == pytest.approx(0.5 + 0.4 * 0.05 / 0.25)
+    assert (
+        stats.at_bytes(points, 0.6) is None and stats.at_bytes(points, 0.05) is None and stats.at_bytes([], 0.5) is None
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=15))
+def test_the_front_is_the_points_that_no_other_beats(points):
+    def beaten(a):
+        return any((b[0] <= a[0] and b[1] >= a[1]) and b != a for b in points)
+
+    front = [points[i] for i in stats.pareto(points)]
+    assert sorted(front) == sorted({p for p in points if not beaten(p)})
+    assert front == sorted(front)
