@@ -425,6 +425,10 @@ class LMEval(Task):
             for metric, value in task.process_results(doc, [one.filtered_resps[chain.name] for one in requests]).items()
         }
 
+    def gold(self, sample: Sample) -> list[str] | None:
+        """None: a document's target need not be what lm-eval's filters and metrics give full marks."""
+        return None
+
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """The chosen metric as `score`, and every metric that is a number for one document."""
         loaded, name = self.loaded(), sample.meta["task"]
