@@ -16,6 +16,8 @@ from kvcompress.report.entries import Entry, gather
 from kvcompress.report.frame import others
 from kvcompress.report.fronts import draw_fronts
 from kvcompress.report.heatmap import draw
+from kvcompress.report.others import markdown as markdown_others
+from kvcompress.report.others import relevant, show
 from kvcompress.report.page import write_page
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--all", type=Path, metavar="FOLDER", help="board.html, board.md, board.csv and figures in one folder"
     )
     parser.add_argument(
-        "--published", type=Path, metavar="FILE", help="csv of published numbers, shown in grey on the page"
+        "--published", type=Path, metavar="FILE", help="csv of published numbers, shown apart and in grey"
     )
     parser.add_argument(
         "--foreign", type=Path, nargs="+", default=[], metavar="FOLDER", help="results of other programs, likewise"
@@ -52,15 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     notes = Console(stderr=True)
     found = gather(options.paths)
+    foreign = others(options.published, options.foreign, found.damaged)
+    beside = relevant(foreign, [entry.record for entry in found.entries])
     for damaged in found.damaged:
         notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    if not found.entries:
+    if len(beside) < len(foreign):
+        notes.print(
+            f"{len(foreign) - len(beside):,} of {len(foreign):,} numbers of others are of no model and task measured here",
+            style="dim", highlight=False,
+        )  # fmt: skip
+    if not found.entries and not beside:
         places = ", ".join(map(str, options.paths))
         notes.print(f"no records under {places}: make some with scripts/run.py", style="red", markup=False)
         return 1
     groups = found.groups()
     printed = False
-    for target, text in ((options.markdown, markdown(groups)), (options.csv, to_csv(r for g in groups for r in g))):
+    records = [record for group in groups for record in group]
+    if foreign:
+        records = [record | {"origin": "measured"} for record in records] + foreign
+    page = markdown(groups) + ("\n" if groups and beside else "") + markdown_others(beside)
+    for target, text in ((options.markdown, page), (options.csv, to_csv(records))):
         if target is None:
             continue
         if str(target) == "-":
@@ -74,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sweep in sorted({entry.sweep for entry in found.entries}):
             notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
             leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], terminal())
+        show(beside, terminal())
     if options.png is not None:
         pairs: dict[tuple[str, str], list[Entry]] = {}
         for entry in found.entries:
@@ -85,14 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = path.with_name(f"{path.stem}-speed.png")
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
-        for path in draw_all(found.entries, options.png) + draw_fronts(found.entries, options.png):
+        for path in draw_all(found.entries, options.png, beside) + draw_fronts(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
-        before = len(found.damaged)
-        rows = others(options.published, options.foreign, found.damaged)
-        for damaged in found.damaged[before:]:
-            notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-        written = write_page(found, options.html, rows, from_hydra())
+        written = write_page(found, options.html, foreign, from_hydra())
         notes.print(
             f"wrote {written.page.resolve()}: open it in a browser ({written.samples:,} samples beside it)",
             markup=False,

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from kvcompress.record import is_baseline
-from kvcompress.report.entries import Entry
+from kvcompress.report.entries import Entry, several
 from kvcompress.report.figure import plotting, save
+from kvcompress.report.foreign import points
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record, Series, rows, series, spread, unlimited
 
 FLOOR = 1e-6  # divergences below are rounding of float32 logits
 SIZE = 8  # of text, in points
+OTHERS = "#767676"  # numbers of others: grey, and no method of ours
+NAMED = 24  # of them at most are named; more names would lie over each other
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Panel:
     x_label: str
     log_y: bool = False
     bytes_x: bool = False  # megabytes on a log scale; else shares of the full cache
+    others: list[tuple[float, float, Record]] = field(default_factory=list)  # x, y and row of numbers of others
 
     @property
     def lines(self) -> list[Series]:
@@ -61,11 +65,12 @@ class End(NamedTuple):
     mean: float
 
 
-def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
+def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = ()) -> list[Path]:
     """Every figure the records allow, as PNG and SVG in `folder`.
 
     Per sweep and model, where some method has two budgets or more: score and divergence by budget; per setting, the
-    same against peak and mean bytes along the decode; for divergences, the curve by position.
+    same against peak and mean bytes along the decode; for divergences, the curve by position. Numbers of `others` on
+    the same model and task are grey points beside the scores.
     """
     written: list[Path] = []
     models: dict[tuple[str, str], dict[str, list[Record]]] = {}
@@ -77,7 +82,7 @@ def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
         usable = [group for group in groups.values() if any(len(one.records) > 1 for one in series(group))]
         stem = f"{sweep}-{model.replace('/', '_')}"
         heading = f"{sweep}: {model}"
-        panels = sorted((by_budget(group) for group in usable), key=lambda panel: (panel.log_y, panel.title))
+        panels = sorted((by_budget(group, others) for group in usable), key=lambda panel: (panel.log_y, panel.title))
         if panels := [panel for panel in panels if panel.drawable]:
             written += save(_figure(panels, heading), folder / f"{stem}-budget")
         for group in usable:
@@ -97,6 +102,8 @@ def about(group: Sequence[Record]) -> str:
     asked = [str(record[f"protocol.{key}"]) for key in ("haystack", "source", "texts") if record.get(f"protocol.{key}")]
     if record.get("protocol.question"):
         asked.append(f"question {record['protocol.question']}")
+    if several(record):
+        asked.append(str(several(record)))
     return ", ".join([str(record["task"]), *asked, f"{many} samples"])
 
 
@@ -114,13 +121,16 @@ def _y(group: Sequence[Record]) -> dict[str, Any]:
     return {"y": partial(_get, "score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
 
 
-def by_budget(group: list[Record]) -> Panel:
+def by_budget(group: list[Record], others: Sequence[Record] = ()) -> Panel:
     """Score or divergence by the share of bytes measured; where it is not the nominal budget a thin line leads there."""
     label = (
         "bytes held after compression, measured, share of the full cache\n"
         "(a thin line leads there from a nominal budget that differs)"
     )
-    return Panel(about(group), group, x=partial(_get, "kv.ratio"), x_label=label, **_y(group))
+    beside = [] if divergence(group) else points(group, others)
+    if beside:
+        label += "\n(grey ×: numbers of others, at the share they asked for)"
+    return Panel(about(group), group, x=partial(_get, "kv.ratio"), x_label=label, others=beside, **_y(group))
 
 
 def by_bytes(group: list[Record]) -> list[Panel]:
@@ -213,6 +223,11 @@ def _paint(
                     axes.plot([record["budget"], x], [max(y, low)] * 2, color=colour, lw=0.6, zorder=2)
                     axes.plot([record["budget"]], [max(y, low)], marker="|", ms=5, color=colour, zorder=2)
         ends.append(End(name, colour, marker, xs[-1], ys[-1], fmean(y for _, y, _ in found)))
+    axes.plot(
+        [x for x, _, _ in panel.others], [y for _, y, _ in panel.others], color=OTHERS, marker="x", ms=4, lw=0, zorder=2
+    )
+    for x, y, row in panel.others if len(panel.others) <= NAMED else ():
+        axes.annotate(str(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS)
     _labels(axes, ends, height, panel.log_y)
     axes.tick_params(labelsize=SIZE)
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
@@ -226,6 +241,7 @@ def _scale_x(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     found = [x for one in panel.lines for x, _, _ in panel.points(one)]
+    found += [x for x, _, _ in panel.others]
     if panel.bytes_x:
         axes.set_xscale("log")
         full = panel.x(panel.baseline) if panel.baseline else None

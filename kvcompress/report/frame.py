@@ -160,7 +160,9 @@ def others(published: str | Path | None, foreign: Sequence[str | Path], skipped:
     rows: list[Record] = []
     for name, path in wanted:
         try:
-            rows += as_rows(getattr(module, name)(Path(path)))
+            made = getattr(module, name)(Path(path))
+            rows += as_rows(made)
+            skipped.extend(getattr(made, "attrs", {}).get("skipped", ()))
         except (OSError, ValueError) as error:
             skipped.append(f"{path}: {error}")
     for row in rows:

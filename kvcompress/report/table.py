@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcompress.report.entries import flags, ordered
+from kvcompress.report.entries import flags, ordered, several
 
 Record = dict[str, Any]
 MISSING = "–"
@@ -96,6 +96,7 @@ def title(record: Record) -> str:
         record.get("protocol.source"),
         record.get("protocol.texts"),
         f"question {question}" if question else None,
+        several(record),
         f"template {record['protocol.template']}" if record.get("protocol.template") else None,
         record.get("metric"),
         record.get("dtype"),
@@ -191,10 +192,16 @@ def markdown(groups: Iterable[Sequence[Record]]) -> str:
     return "\n".join([*lines, legend(every), ""]) if lines else ""
 
 
+def _flags(record: Record) -> list[str]:
+    foreign = record.get("origin", "measured") != "measured"  # whose sources and storage are not known
+    return list(record.get("flags") or ()) if foreign else flags(record)
+
+
 def to_csv(records: Iterable[Record]) -> str:
-    """Every key of every record, one row each; errors in one line."""
-    records = [record | {"flags": " ".join(flags(record))} for record in records]
+    """Every key of every record, one row each; errors in one line. Rows of others say so in `origin`."""
+    records = [record | {"flags": " ".join(_flags(record))} for record in records]
     first = [
+        *(["origin"] if any("origin" in record for record in records) else []),
         "sweep",
         "model",
         "task",
