@@ -112,12 +112,8 @@ def test_depths_beyond_what_a_heat_map_can_show_are_rounded_to_tenths():
     rows = [sample(f"s{i}", float(i < 50), depth=i / 100) for i in range(100)]
     cells = {depth: score for _, depth, score in page_data.shape(rows, {})["heat"]}
     assert sorted(cells) == [i / 10 for i in range(11)]
-    assert (
-        cells[0.1] == 1
-        and cells[0.9] == 0
-        and cells[0.5] == pytest.approx(5 / 11, abs=1e-4)
-        or cells[0.5] in (0.4, 0.5)
-    )
+    # about ten depths around each tenth; of those around 0.5 half were found
+    assert cells[0.1] == 1 and cells[0.9] == 0 and cells[0.5] == 0.5
 
 
 def test_lines_along_the_generation_are_means_over_samples(tmp_path):

@@ -62,6 +62,7 @@ PREFIXES: dict[str, str] = {
     "memory.": "peaks of the process or device, bytes",
     "time.": "seconds, medians and quartiles; None in shared sweeps",
     "protocol.": "how it was asked; rows of one protocol.pair may be compared with each other, others may not",
+    "sanity.": "scores that right answers and empty ones got before the run",
     "metrics.": "further measures of a task",
     "versions.": "code, packages and hardware",
 }
