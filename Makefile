@@ -28,7 +28,7 @@ help:
 
 demo: $(STAMP)
 	$(PY) scripts/run.py -m experiment=demo
-	$(PY) scripts/report.py results/demo --png results/demo
+	$(PY) scripts/report.py results/demo --all results/demo/board
 
 test: lint
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)

@@ -60,12 +60,17 @@ def judge(gold: str, text: str, finished: bool = True, thinking: bool = False) -
     return Judgement(answer is not None and equal(gold, answer), answer)
 
 
+def unfinished(text: str, thinking: bool = False) -> bool:
+    """True if a text ends inside a thinking part, its own or (`thinking`) the one the prompt ended in."""
+    _, closed, after = text.rpartition(CLOSE)
+    return OPEN in after or (thinking and not closed)
+
+
 def final_answer(text: str, finished: bool = True, thinking: bool = False) -> str | None:
     """The final answer that a text gives, or None. What is inside a thinking part is not one."""
-    _, closed, after = text.rpartition(CLOSE)
-    if OPEN in after or (thinking and not closed):
+    if unfinished(text, thinking):
         return None
-    text = after
+    text = text.rpartition(CLOSE)[2]
     box = last_box(text)
     if box is not None:
         return box or None

@@ -47,6 +47,7 @@ class CompressedCache(Cache):
         self.pending: Tensor | None = None  # [B, 1] picked by generate(), not fed yet
         self.moments: list[dict[str, Any]] = []
         self.kept_max = 0
+        self.by_row: dict[str, Tensor] = {}  # of a batch: `clamped` bool [B], `kept_max` [B]
         self.owner: Any = None
         self.model: Any = None  # weak reference to the model that fills it
 
@@ -134,13 +135,40 @@ class CompressedCache(Cache):
         ]
         twin.real, twin.cap = _clone(self.real), _clone(self.cap)
         twin.columns, twin.clamped, twin.owner = _clone(self.columns), self.clamped, self.owner
-        twin.closed = _clone(self.closed)
+        twin.closed, twin.by_row = _clone(self.closed), {name: value.clone() for name, value in self.by_row.items()}
         twin.moments, twin.kept_max = [dict(m) for m in self.moments], self.kept_max
         twin.logits, twin.pending, twin.broken = _clone(self.logits), _clone(self.pending), self.broken
         twin.model = self.model
         return twin
 
     snapshot = fork
+
+    def note_clamped(self, rows: Tensor) -> None:
+        """Remember that budgets were too small for what is protected in some rows, bool `[B]` on the CPU."""
+        self.clamped |= bool(rows.any())
+        if len(rows) > 1:
+            self.by_row["clamped"] = self.by_row["clamped"] | rows if "clamped" in self.by_row else rows
+
+    def note_kept(self) -> None:
+        """Remember how many tokens a head holds at most."""
+        self.kept_max = max(self.kept_max, max(int(layer.counts.max()) for layer in self.full_layers))
+        if self.real is not None and len(self.real) > 1:
+            rows = torch.stack([layer.counts.amax(1) for layer in self.full_layers]).amax(0)
+            self.by_row["kept_max"] = torch.maximum(self.by_row.get("kept_max", rows), rows)
+
+    def row(self, number: int) -> CompressedCache:
+        """A copy of one row of a batch, without its padding: what it would hold alone. To look at, not to go on with."""
+        one = torch.tensor([number])
+        twin = CompressedCache([], self.codec, self.limited, self.rotations)
+        assert self.real is not None
+        twin.real, real = self.real[one], int(self.real[number])
+        twin.layers = [
+            layer.alone(twin, number, real) if isinstance(layer, CompressedLayer) else _one_row(layer, number, real)
+            for layer in self.layers
+        ]
+        twin.clamped = bool(self.by_row["clamped"][number]) if "clamped" in self.by_row else self.clamped
+        twin.kept_max = int(self.by_row["kept_max"][number]) if "kept_max" in self.by_row else self.kept_max
+        return twin
 
     def fork_other(self, layer: int) -> Any:
         """A copy of a layer of transformers' own class.
@@ -160,7 +188,7 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.real = self.cap = self.columns = self.closed = None
-        self.clamped, self.moments, self.kept_max = False, [], 0
+        self.clamped, self.moments, self.kept_max, self.by_row = False, [], 0, {}
         self.logits = self.pending = None
 
     def _rows(self, index: Tensor) -> None:
@@ -168,6 +196,7 @@ class CompressedCache(Cache):
         for name in ("real", "cap", "columns", "closed", "logits", "pending"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, index.to(value.device)))
+        self.by_row = {name: value.index_select(0, index) for name, value in self.by_row.items()}
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
@@ -185,6 +214,17 @@ class CompressedCache(Cache):
 
 def _clone(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
+
+
+def _one_row(layer: Any, number: int, real: int) -> Any:
+    """One row of a transformers layer, without the columns that were padding in front of it."""
+    twin = object.__new__(type(layer))
+    twin.__dict__.update(vars(layer))
+    for name in ("keys", "values"):
+        held = getattr(layer, name, None)
+        if isinstance(held, Tensor) and held.dim() == 4:
+            setattr(twin, name, held[number : number + 1, :, -min(real, held.shape[2]) :].clone())
+    return twin
 
 
 def _fork_plain(layer: Any) -> Any:

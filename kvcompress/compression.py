@@ -235,7 +235,7 @@ class Compressor(Judge):
         held, wanted = layer.counts, counts.cpu()
         counts = torch.where(rows[:, None], torch.minimum(wanted, held), held)
         protection = self._protection(counts, cache)
-        cache.clamped |= bool((protection.clamped & rows[:, None] & (counts < held)).any())
+        cache.note_clamped((protection.clamped & rows[:, None] & (counts < held)).any(1))
         scores = self._staged(scores, second, positions, counts, protection)
         decode, drop = forward.phase == "decode", held - counts
         if decode and layer.held().holes < MAX_HOLES and int(drop.max()) == 1:
@@ -291,7 +291,7 @@ class Compressor(Judge):
             and torch.equal(protection.sinks, protected.sinks)
             and torch.equal(protection.window, protected.window)
         ):
-            cache.clamped |= bool((protection.clamped & (counts < held)).any())
+            cache.note_clamped((protection.clamped & (counts < held)).any(1))
             layer.cut(counts)
             return
         layer.finish()

@@ -20,11 +20,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvcompress import models
+from kvcompress.launcher.compose import compose_once_per_choice
 from kvcompress.launcher.plugin import store_launcher
 from kvcompress.method import Allocator, Codec, Method, Prefill, Reader, Schedule
 from kvcompress.methods import METHODS
@@ -33,6 +35,7 @@ from kvcompress.tasks import TASKS
 from kvcompress.tracking import LoggerConfig
 
 PARTS: dict[str, type] = {"allocator": Allocator, "codec": Codec, "reader": Reader, "prefill": Prefill}
+SHORT = {"tasks": "task.tasks"}  # lists that may be written shorter on the command line
 GROUPS = ("model", "task", "method", *PARTS, "schedule", "sweep", "logger", "experiment", "debug")
 RESUME = ("auto", "refresh", "any")
 AGENTS = {"sweep": {"wandb"}}  # files beside the options that are read by `wandb sweep`, not by Hydra
@@ -46,7 +49,7 @@ class ModelConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    device_map: str | None = None
+    device_map: Any = None  # a name, as auto, or a table from module to device
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +85,8 @@ class RunConfig:
     dtype: str = "float32"
     device: str = "auto"
     limit: int | None = None
+    batch: int = 1
+    batch_memory: int | None = None
     kernel: str = "auto"
     resume: str = "auto"
     dry: bool = False
@@ -181,6 +186,7 @@ def composing() -> Iterator[Callable[[Sequence[str]], DictConfig]]:
     """A function that composes a cell from command-line overrides, without a command line."""
     register()
     with initialize_config_dir(str(folder()), version_base="1.3"):
+        compose_once_per_choice(GlobalHydra.instance().config_loader())
         yield lambda overrides: compose("config", list(overrides))
 
 
@@ -200,10 +206,16 @@ def options(group: str, folder: Path) -> list[str]:
 
 
 def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
-    """`task=<suite>` for a folder of tasks → all of them, as a sweep: one cell and one record per data set."""
+    """`task=<suite>` for a folder of tasks → all of them, as a sweep: one cell and one record per data set.
+
+    Lists that have a shorter form are written out too; names without brackets are a list each, to be swept.
+    """
     expanded, several = [], False
     for override in overrides:
-        key, _, values = override.partition("=")
+        key, equals, values = override.partition("=")
+        if equals and key in SHORT:
+            values = values if values.startswith("[") else ",".join(f"[{value}]" for value in values.split(","))
+            override = f"{SHORT[key]}={values}"
         if key == "task":
             names: list[str] = []
             for value in values.split(","):
@@ -212,16 +224,18 @@ def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
             several |= ",".join(names) != values
             override = f"task={','.join(names)}"
         expanded.append(override)
-    sweep = bool({"-m", "--multirun"} & set(expanded))
-    if several and not sweep:
-        expanded.insert(0, "-m")
+    flags = {"-m", "--multirun"}
+    sweep = bool(flags & set(expanded))
+    if several or sweep:  # first, as argparse takes no flag among the overrides
+        expanded = ["-m", *(override for override in expanded if override not in flags)]
     return _per_cell(expanded) if several or sweep else expanded
 
 
 def with_launcher(overrides: Sequence[str], folder: Path) -> list[str]:
     """The same with `hydra/launcher=shared`, the default of sweeps, unless another is named here or by an experiment.
 
-    In config.yaml it would win over what an experiment says: in Hydra the outer defaults list has the last word.
+    In config.yaml it would win over what an experiment says: in Hydra the outer defaults list has the last word. A dry
+    run of another launcher is planned by the shared one without sharing: one plan for all cells, one calibration.
     """
     chosen = any(override.lstrip("+").startswith("hydra/launcher") for override in overrides)
     for override in overrides:
@@ -229,7 +243,12 @@ def with_launcher(overrides: Sequence[str], folder: Path) -> list[str]:
         if group.lstrip("+") in ("experiment", "debug"):
             files = [folder / group.lstrip("+") / f"{name}.yaml" for name in names.split(",")]
             chosen |= any("/hydra/launcher" in file.read_text(encoding="utf-8") for file in files if file.is_file())
-    return list(overrides) if chosen else [*overrides, "hydra/launcher=shared"]
+    if not chosen:
+        return [*overrides, "hydra/launcher=shared"]
+    if "dry=true" in overrides and "hydra/launcher=shared" not in overrides:
+        kept = [override for override in overrides if not override.lstrip("+").startswith("hydra/launcher")]
+        return [*kept, "hydra/launcher=shared", "hydra.launcher.share=false"]
+    return list(overrides)
 
 
 def _per_cell(overrides: list[str]) -> list[str]:
@@ -267,13 +286,16 @@ def check_overrides(overrides: Sequence[str], folder: Path) -> None:
     for override in overrides:
         group, equals, values = override.partition("=")
         group = group.lstrip("+").partition("@")[0]
-        if not equals or group not in GROUPS or any(mark in values for mark in "({[$"):
+        if not equals or group not in GROUPS or any(mark in values for mark in "({$"):
             continue
+        if "[" in values:
+            raise ValueError(f"{override}: one {group} is wanted, no list; to sweep: -m {group}={values.strip('[]')}")
         valid = options(group, folder)
         for value in values.split(","):
             value = value.strip().strip("'\"")
             if value == "null":
-                raise ValueError(f"{group}=null: Hydra cannot choose nothing; leave {group} out, or write ~{group}")
+                fix = f"leave {group} out" + (f", or write {group}=own for the method's own" if "own" in valid else "")
+                raise ValueError(f"{group}=null: Hydra cannot choose nothing; {fix}")
             if value in valid or not value:
                 continue
             if group == "model" and value.count("/") == 1 and value[0] not in "./~" and not value.startswith("random/"):

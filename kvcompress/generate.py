@@ -63,11 +63,13 @@ def generate(
     seed: int | None = None,
     watch: Callable[[], None] | None = None,
     min_new_tokens: int = 0,
+    until: Callable[[list[int]], bool] | None = None,
 ) -> Generation:
     """Decode from `logits [B, V]` with `step(ids [B, 1], real [B] or None) -> logits`.
 
     The last picked token of each row is not fed: the cache holds exactly the tokens before it. A finished row goes on
-    as padding, which gets no position. `watch` is called after every step, outside of what is timed.
+    as padding, which gets no position. `watch` is called after every step, outside of what is timed. `until` is asked
+    with a row's tokens so far and ends the row with "stop"; the token that made it true is kept.
 
     Raises:
         ValueError: for settings outside their range.
@@ -93,6 +95,9 @@ def generate(
                 result.finished[row] = "stop"
             else:
                 result.tokens[row].append(token)
+                if until is not None and until(result.tokens[row]):
+                    alive[row] = False
+                    result.finished[row] = "stop"
         if not bool(alive.any()) or number == max_new_tokens - 1:
             break
         start = time.perf_counter()

@@ -258,6 +258,29 @@ def frame(tokenizer: Any, encode: Encoder, head: str, question: str, answer: str
     return Frame(encode(before), encode(after + answer.lstrip()), "chat")
 
 
+def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, template: str) -> tuple[int, ...]:
+    """Token ids from the end of an answer to the start of the next: what closes the turn, and another question.
+
+    Args:
+        question: text of the user's message; answer: start of the answer that the model continues.
+        template: as `frame` takes it. Without a chat template nothing closes an answer but what the question begins with.
+
+    Raises:
+        ValueError: as `frame`, or the chat template drops an answer of the assistant.
+    """
+    if resolve_template(tokenizer, template) == "none":
+        return encode(question + answer)
+    mark = "\x1eanswer\x1e"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+    text = tokenizer.apply_chat_template(
+        [*chat, {"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
+    _, found, after = text.partition(mark)
+    if not found:
+        raise ValueError("the chat template drops the assistant's answer; use template=none")
+    return encode(after + answer.lstrip())
+
+
 @dataclass(frozen=True)
 class Filled:
     """A context with needles in it.

@@ -330,7 +330,7 @@ class Hooks:
     def note_moment(self, cache: CompressedCache, forward: Forward) -> None:
         if not cache.full_layers:
             return
-        cache.kept_max = max(cache.kept_max, max(int(layer.counts.max()) for layer in cache.full_layers))
+        cache.note_kept()
         if forward.phase == "decode":
             return
         nbytes = cache.nbytes()

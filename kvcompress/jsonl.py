@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,45 @@ def check(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
     return row
 
 
+def text(row: Mapping[str, Any], field: str, where: str) -> str:
+    """A field that must be text.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = row[field]
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {field} must be text, found {_shown(value)}")
+    return value
+
+
+def answer(value: Any, field: str, where: str) -> str:
+    """An expected answer, text or a number, as text.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{where}: {field} must be text or a number, found {_shown(value)}")
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def answers(value: Any, field: str, where: str) -> tuple[str, ...]:
+    """A list of expected answers, at least one.
+
+    Raises:
+        ValueError: no list, an empty one, or one of something else than text and numbers.
+    """
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{where}: {field} must be a list of at least one answer, found {_shown(value)}")
+    return tuple(answer(one, field, where) for one in value)
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:59] + '…'}"
+
+
 def lines(path: Path) -> list[tuple[int, str]]:
     """Number and text of every line that is not blank. Parted at line feeds alone: JSON strings may hold U+2028.
 
@@ -30,13 +69,18 @@ def lines(path: Path) -> list[tuple[int, str]]:
     return [(number, line) for number, line in found if line.strip()]
 
 
-@lru_cache(maxsize=32)
 def read(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], ...]:
     """All rows of a JSON Lines file.
 
     Raises:
         ValueError: the file cannot be read, a line is no JSON, or a field is missing: named with its line.
     """
+    return tuple(row for _, row in numbered(path, fields))
+
+
+@lru_cache(maxsize=32)
+def numbered(path: Path, fields: tuple[str, ...] = ()) -> tuple[tuple[int, dict[str, Any]], ...]:
+    """The same with the number of each row's line."""
     rows = []
     try:
         found = lines(path)
@@ -48,7 +92,7 @@ def read(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], ...]
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: no JSON ({error})") from error
-        rows.append(check(row, fields, where))
+        rows.append((number, check(row, fields, where)))
     if not rows:
         raise ValueError(f"{path} holds no record")
     return tuple(rows)

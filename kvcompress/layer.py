@@ -309,6 +309,19 @@ class CompressedLayer(CacheLayerMixin):
         copy.target = None if self.target is None else self.target.clone()
         return copy
 
+    def alone(self, cache: Holder, number: int, real: int) -> CompressedLayer:
+        """A copy of one row, which has seen `real` tokens, for another cache; empty slots are left out."""
+        twin, store, one = CompressedLayer(cache, self.index), self.held(), torch.tensor([number])
+        wanted = store.get("positions").expand(-1, store.heads, -1) >= 0
+        wanted[torch.arange(len(wanted)) != number] = False
+        held = RaggedStore(store.packed(wanted), store.counts[one])
+        twin.store = keep_slots(held, held.get("positions") >= 0, grow=not cache.limited)
+        twin.seen, twin.is_initialized, twin.group = real, True, self.group
+        twin.device, twin.dtype, twin.full_width = self.device, self.dtype, self.full_width
+        twin.state = {name: value.index_select(0, one.to(value.device)) for name, value in self.state.items()}
+        twin.evicted = real * store.heads - int(twin.counts.sum())
+        return twin
+
     def borrow(self, other: CompressedLayer, mass: bool) -> None:
         """Hold what `other` holds without a copy: what is kept of it is copied then, the rest by `own()`.
 

@@ -22,13 +22,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcompress.passes import remember_tokenizer
-from kvcompress.random_models import FULL, SMALL, byte_tokenizer, random_model
+from kvcompress.placement import resolve_device, resolve_dtype
+from kvcompress.random_models import FULL, SMALL, byte_tokenizer, random_config, random_model
 
-__all__ = ["EMBEDDED", "cache_dir", "eos_ids", "load", "names", "random_model", "resolve_device", "resolve_dtype"]
+__all__ = ["EMBEDDED", "cache_dir", "eos_ids", "load", "load_tokenizer", "names", "random_model"]
+__all__ += ["resolve_device", "resolve_dtype"]
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -109,14 +110,15 @@ def load(
 
     Args:
         name_or_path: `smollm2`, `gemma3-270m`, `random/<architecture>`, a folder, or a Hub id `owner/name`.
-        dtype: of the weights, a name from `DTYPES` or a torch dtype.
+        dtype: of the weights, a name from `placement.DTYPES` or a torch dtype.
         device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for the best one there is.
         seed: of random models; real ones ignore it.
         trust_remote_code: run Python files that come with the model. Off: such a model is refused.
         allow_pickle: read weights that are not safetensors; unpickling can run any code.
         revision: branch, tag or commit of a Hub id.
         attn_implementation: as in transformers; None leaves the choice to it.
-        device_map: as in transformers (`auto` spreads over all devices); replaces `device`.
+        device_map: as in transformers (`auto` spreads over all devices, a table gives each module its own or `disk`);
+            replaces `device`; random models ignore it.
         options: for `random/...` only, as in `random_model`.
 
     Raises:
@@ -147,6 +149,44 @@ def load(
     return _known(loaded)
 
 
+def load_tokenizer(
+    name_or_path: str | os.PathLike[str],
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **options: Any,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that `load` gives, without its model: what makes prompts can be tried before weights are read.
+
+    Args:
+        name_or_path, trust_remote_code, revision: as for `load`; options: for `random/...`, as there.
+
+    Raises:
+        ValueError, OSError: as `load`.
+    """
+    name = os.fspath(name_or_path)
+    if name.startswith("random/"):
+        architecture = name.removeprefix("random/")
+        if architecture not in (*SMALL, *FULL):
+            raise ValueError(_unknown(name))
+        return byte_tokenizer(random_config(architecture, **options).max_position_embeddings)
+    source = str(_converted(name, EMBEDDED[name])) if name in EMBEDDED else _checked_source(name)
+    shared = {"trust_remote_code": trust_remote_code} | ({} if revision is None else {"revision": revision})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+    except (OSError, ValueError) as error:
+        raise _explained(error, name, source) from error
+    return _padding(tokenizer)
+
+
+def _padding(tokenizer: Any) -> Any:
+    """The tokenizer set to pad on the left."""
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masked everywhere; only its presence matters
+    return tokenizer
+
+
 def _known(
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -173,31 +213,6 @@ def fingerprint(name: str) -> dict[str, str]:
                 file.seek(max(edge, size - edge))
                 found.update(file.read(edge))
     return {"content": found.hexdigest()[:16]}
-
-
-def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype of a name from `DTYPES` (a `torch.` in front is allowed)."""
-    if isinstance(dtype, torch.dtype):
-        if dtype in DTYPES.values():
-            return dtype
-    elif isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES:
-        return DTYPES[dtype.removeprefix("torch.")]
-    raise ValueError(f"dtype={dtype!r} is not a weight type; valid: {', '.join(DTYPES)}")
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device of a name; `auto` is the first of cuda, mps, cpu that is there. Refuses one that is not."""
-    if device == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        return torch.device(kind)
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is not a device; valid: auto, cpu, cuda, cuda:<n>, mps") from error
-    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(resolved.type, 1)
-    if (resolved.index or 0) >= count:
-        raise ValueError(f"device={device!r} is not there: torch sees {count} of type {resolved.type}; try device=auto")
-    return resolved
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -278,12 +293,14 @@ def _from_pretrained(
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **shared, **extras)
     except (OSError, ValueError) as error:
         raise _explained(error, name, source) from error
+    if model.device.type == "meta":
+        raise ValueError(
+            f"device_map={device_map!r} keeps the first weights of {name!r} off every device; map its embeddings to one, "
+            "or give accelerate more memory"
+        )
     if device_map is None:
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides nn.Module.to's own signature
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masked everywhere; only its presence matters
-    return model.eval().requires_grad_(False), tokenizer
+    return model.eval().requires_grad_(False), _padding(tokenizer)
 
 
 def _explained(error: Exception, name: str, source: str) -> Exception:

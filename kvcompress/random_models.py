@@ -199,12 +199,7 @@ def random_model(
     Raises:
         ValueError: unknown architecture or option, or a window or soft cap for a family that has none.
     """
-    if architecture not in SMALL and architecture not in FULL:
-        raise ValueError(
-            f"random model {architecture!r} is unknown; small: {', '.join(SMALL)}; full-size: {', '.join(FULL)}"
-        )
-    small = architecture in SMALL
-    config = _small_config(architecture, **options) if small else _full_config(architecture, options)
+    config, small = random_config(architecture, **options), architecture in SMALL
     build_on, build_dtype = (torch.device("cpu"), torch.float32) if small else (torch.device(device), dtype)
     devices = [build_on] if build_on.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), build_on:
@@ -213,6 +208,15 @@ def random_model(
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     model.generation_config.pad_token_id = config.pad_token_id
     return model
+
+
+def random_config(architecture: str, **options: Any) -> PreTrainedConfig:
+    """The configuration of a random model, without its weights; arguments and errors as for `random_model`."""
+    if architecture not in SMALL and architecture not in FULL:
+        raise ValueError(
+            f"random model {architecture!r} is unknown; small: {', '.join(SMALL)}; full-size: {', '.join(FULL)}"
+        )
+    return _small_config(architecture, **options) if architecture in SMALL else _full_config(architecture, options)
 
 
 def _small_config(

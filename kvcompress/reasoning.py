@@ -11,15 +11,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from kvcompress import answers, jsonl, prompts
+from kvcompress import answers, hub, jsonl, prompts
 from kvcompress.haystack import Encoder, frame
 from kvcompress.measure import PeakMemory
-from kvcompress.task import Sample, Task, Turn, prefill
+from kvcompress.task import Sample, Task, Turn, merged, prefill
 
 PROMPT = (
     "You are given a math problem.\n\nProblem: {question}\n\n You need to solve the problem step by step. First, you "
@@ -61,19 +60,6 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-@lru_cache(maxsize=8)
-def _from_hub(name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
-    import datasets
-
-    try:
-        return [dict(row) for row in datasets.load_dataset(name, subset, split=split)]
-    except Exception as error:  # whatever the Hub's client raises without a network
-        raise ValueError(
-            f"{name} cannot be had from the Hub ({type(error).__name__}: {error}); set task.path to a JSON Lines file, or "
-            "paths.data to the folder of data sets"
-        ) from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Reasoning(Task):
     """Problems answered by long outputs; the score is pass@1, the mean over samples of a problem.
@@ -85,13 +71,14 @@ class Reasoning(Task):
         max_new_tokens: length of an answer at most, thinking included.
         batch: answers of a problem that are decoded together. Which are drawn depends on it, and on the seed.
         template: "auto" (the tokenizer's chat template if it has one), "chat" or "none" (as R-KV's script).
+        revision: commit of the data set on the Hub, or its branch.
     """
 
     metric: ClassVar[str] = "pass@1"
     metric_version: ClassVar[str] = "1"
     version: ClassVar[str] = "1"
     file: ClassVar[str]  # under paths.data/reasoning
-    hub: ClassVar[tuple[str, str | None, str]]  # name, subset, split
+    hub: ClassVar[tuple[str, str | None, str]]  # repository, subset, split
 
     path: str = ""
     k: int = 1
@@ -100,6 +87,7 @@ class Reasoning(Task):
     max_new_tokens: int = 4096
     batch: int = 1
     template: str = "auto"
+    revision: str = "main"
 
     def __post_init__(self) -> None:
         for field in ("k", "batch", "max_new_tokens"):
@@ -124,12 +112,10 @@ class Reasoning(Task):
 
     # ------------------------------------------------------------------ problems
 
-    def gold(self, row: Mapping[str, Any]) -> str:
-        """The expected answer of a row, "" if it has none."""
+    def expected(self, row: Mapping[str, Any], where: str) -> str:
+        """The expected answer of a row, "" if it has none; `where` it stands for errors."""
         value = row.get("answer")
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        return "" if value is None else str(value).strip()
+        return "" if value is None else jsonl.answer(value, "answer", where).strip()
 
     def problems(self) -> list[Problem]:
         """All problems, in the order of the data.
@@ -140,13 +126,14 @@ class Reasoning(Task):
         source, rows = self._rows()
         found = []
         for number, row in enumerate(rows):
-            question, gold = row.get("question") or row.get("problem"), self.gold(row)
+            where = f"sample {number} of {source}"
+            question, gold = row.get("question") or row.get("problem"), self.expected(row, where)
             for field, value in (("question (or problem)", question), ("answer", gold)):
                 if not value:
-                    raise ValueError(
-                        f"sample {number} of {source} has no {field}; its fields: {', '.join(row) or 'none'}"
-                    )
-            found.append(Problem(f"{self.name}-{number}", str(question), gold))
+                    raise ValueError(f"{where} has no {field}; its fields: {', '.join(row) or 'none'}")
+            if not isinstance(question, str):
+                raise ValueError(f"{where}: question (or problem) must be text, found {type(question).__name__}")
+            found.append(Problem(f"{self.name}-{number}", question, gold))
         if not found:
             raise ValueError(f"{source} holds no sample")
         return found
@@ -158,7 +145,23 @@ class Reasoning(Task):
         file = Path(self.data) / "reasoning" / self.file if self.data else None
         if file is not None and file.is_file():
             return str(file), rows_of(file)
-        return f"{self.hub[0]} ({self.hub[2]})", _from_hub(*self.hub)
+        source = hub.Source(*self.hub, self.revision)
+        try:
+            return f"{source} on the Hub", list(hub.fetch(source).rows)
+        except Exception as error:  # whatever the Hub's client raises without a network
+            looked = file or "paths.data (not set)"
+            raise ValueError(
+                f"no data for {self.name}: looked for {looked}, then for {source} on the Hub ({type(error).__name__}: "
+                f"{error}). Set task.path to a JSON Lines file, or paths.data to the folder of data sets"
+            ) from None
+
+    def provenance(self) -> dict[str, Any]:
+        path = Path(self.path) if self.path else Path(self.data or "") / "reasoning" / self.file
+        if self.path or (self.data and path.is_file()):
+            return {"data": f"file:{jsonl.content_hash(path)}"}
+        source = hub.Source(*self.hub, self.revision)
+        revision = hub.fetch(source).revision
+        return {"data": f"hub:{source}@{revision}", "revision": revision}
 
     def fingerprint(self) -> dict[str, Any]:
         """What the problems are, wherever they came from: known, and refused if bad, before a model is loaded."""
@@ -166,7 +169,7 @@ class Reasoning(Task):
         return {"problems": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
     def settings(self) -> dict[str, Any]:
-        return {name: value for name, value in super().settings().items() if name != "path"}
+        return {name: value for name, value in super().settings().items() if name not in ("path", "revision")}
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         encode = Encoder(tokenizer)
@@ -186,11 +189,8 @@ class Reasoning(Task):
                     else f"{self.k} samples at {self.temperature:g}/{self.top_p:g}",
                 },
                 meta={
-                    "prompt_tokens": len(prompt),
-                    "truncated_tokens": 0,
+                    **prompts.facts(tokenizer, prompt),
                     "thinking": text.rstrip().endswith(answers.OPEN),  # the template opened it for the model
-                    "prompt_hash": prompts.digest(prompt),
-                    "prompt_last": text[-200:],
                 },
             )
 
@@ -235,15 +235,11 @@ class Reasoning(Task):
                 finished += generation.finished
                 tpot += [float(seconds) for seconds in generation.step_s]
                 ends.append(session.report())
-        end = ends[-1]
-        end["active"] = any(report["active"] for report in ends)
-        end["clamped"] = any(report["clamped"] for report in ends)
-        end["kv"]["kept_tokens_max"] = max(report["kv"]["kept_tokens_max"] for report in ends)
         return {
             "tokens": tokens,
             "finished": finished,
             "compressed": compressed,
-            "end": end,
+            "end": merged(ends),
             "held": thinned(held),
             "ttft_s": prompt_s,
             "prefill_s": compressed["time"]["prefill_s"],
@@ -252,6 +248,10 @@ class Reasoning(Task):
             "prefill_peak": prompt_peak,
             "decode_peak": decode_peak.peak,
         }
+
+    def gold(self, sample: Sample) -> list[str] | None:
+        right = f"Final answer: \\boxed{{{sample.turns[0].references[0]}}}"
+        return [answers.CLOSE + right if sample.meta["thinking"] else right] * self.k
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """pass@1 over the answers, and shares of those without a final answer and of those cut off at the limit."""

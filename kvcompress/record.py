@@ -40,9 +40,18 @@ KEYS = (
     *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
     *(
         "protocol.hit_max_share",
+        "protocol.unfinished_share",
+        "protocol.turns",
+        "protocol.questions",
+        "protocol.batch",
+        "protocol.data",
+        "protocol.revision",
         "protocol.shared",
         "protocol.decoding",
+        "protocol.decoding_why",
         "protocol.pair",
+        "sanity.gold",
+        "sanity.empty",
         "versions.source",
         "notes",
         "error",
@@ -177,10 +186,21 @@ class RunFolder:
         for left in self.path.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         (self.path / "record.json").unlink(missing_ok=True)
+        self._write(rows)
+
+    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         samples = self.path / "samples.jsonl"
         temporary = samples.with_name(f".{samples.name}.{os.getpid()}.tmp")
         temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
         os.replace(temporary, samples)
+
+    def arrange(self, order: Sequence[str]) -> None:
+        """Put the finished samples into this order of ids, those it does not name last."""
+        rows = self.rows()
+        place = {name: number for number, name in enumerate(order)}
+        wanted = sorted(rows, key=lambda name: place.get(name, len(place)))
+        if order and wanted != list(rows):
+            self._write([rows[name] for name in wanted])
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one finished sample and flush it to disk."""
@@ -191,6 +211,13 @@ class RunFolder:
 
     def finish(self, record: Mapping[str, Any]) -> None:
         write_json(self.path / "record.json", record)
+
+
+def clear_left(sweep: Path) -> None:
+    """Take away what killed processes were about to write. Records and the list of cells are written under the sweep's
+    lock, which the caller holds, so that nobody is about to write now."""
+    for left in (*sweep.glob(".sweep.json.*.tmp"), *sweep.glob("*/.record.json.*.tmp")):
+        left.unlink(missing_ok=True)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -254,10 +281,11 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found |= _quartiles(key, values)
     protocols = [row.get("protocol", {}) for row in rows]
     for key in sorted({key for protocol in protocols for key in protocol}):
-        kinds = sorted({str(protocol.get(key)) for protocol in protocols})
+        kinds = sorted({str(protocol[key]) for protocol in protocols if key in protocol})
         found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
     found["protocol.kernel"] = outs[0]["end"].get("kernel")
     found["protocol.truncated_share"] = fmean(row.get("meta", {}).get("truncated_tokens", 0) > 0 for row in rows)
+    found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
     found["protocol.hit_max_share"] = fmean("length" in out["finished"] for out in outs)
     return found
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvcompress import jsonl, prompts
+from kvcompress import hub, jsonl, prompts
 from kvcompress.task import Sample, Task, Turn
 
 
@@ -21,15 +20,6 @@ class Asked:
     tail: str
     references: tuple[str, ...]
     prefix: str = ""
-
-
-@lru_cache(maxsize=8)
-def from_hub(repository: str, subset: str | None, split: str, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    """Rows of a data set on the Hub."""
-    from datasets import load_dataset
-
-    rows = load_dataset(repository, subset, split=split)
-    return tuple(jsonl.check(dict(row), fields, f"{repository} row {i}") for i, row in enumerate(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +60,8 @@ class RowsTask(Task):
     def ask(self, row: Mapping[str, Any], where: str) -> Asked:
         """The prompt of a row, `where` it stands for errors."""
 
-    def hub(self) -> tuple[str, str | None, str] | None:
-        """Repository, subset and split on the Hub; None where it is not there."""
+    def hub(self) -> hub.Source | None:
+        """The data set on the Hub; None where it is not there."""
         return None
 
     def new_tokens(self, row: Mapping[str, Any]) -> int:
@@ -124,34 +114,47 @@ class RowsTask(Task):
             return jsonl.read(path, self.fields)
         looked = f"{self.data}/{self.folder}" if self.data else "paths.data (not set)"
         text, cause = f"no data for {self.name}: looked for {self._wanted()} in {looked}", None
-        hub = self.hub()
-        if hub is not None:
+        source = self.hub()
+        if source is not None:
             try:
-                return self.fetch(*hub)
+                fetched = hub.fetch(source).rows
             except Exception as error:  # whatever the Hub's client raises without a network
-                text, cause = f"{text}, then for {hub[0]} on the Hub ({type(error).__name__}: {error})", error
+                text, cause = f"{text}, then for {source} on the Hub ({type(error).__name__}: {error})", error
+            else:
+                rows = enumerate(map(self.from_hub, fetched))
+                return [jsonl.check(row, self.fields, f"{source} row {number + 1}") for number, row in rows]
         raise ValueError(f"{text}. Set paths.data or task.source") from cause
 
-    def fetch(self, repository: str, subset: str | None, split: str) -> Sequence[dict[str, Any]]:
-        """All rows from the Hub."""
-        return from_hub(repository, subset, split, self.fields)
+    def from_hub(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row of the Hub's data set in the fields of the published files."""
+        return row
 
     def asked(self) -> Iterator[tuple[dict[str, Any], Asked]]:
         """Every row with its prompt."""
         for number, row in enumerate(self.rows()):
-            yield row, self.ask(row, f"{self.name} row {number + 1}")
+            where = f"{self.name} row {number + 1}"
+            try:
+                asked = self.ask(row, where)
+                self.about(row)
+            except (TypeError, AttributeError, LookupError) as error:  # fields of another type than is published
+                raise ValueError(f"{where}: not a row of this data set ({type(error).__name__}: {error})") from error
+            yield row, asked
 
     def fingerprint(self) -> dict[str, Any]:
         """Which data; every row is made a prompt, so that bad ones are refused before a model is loaded."""
-        path = self.file()
         rows = sum(1 for _ in self.asked())
-        if path is None:
-            return {"data": "hub:" + ":".join(filter(None, self.hub() or ())), "records": rows}
-        return {"data": jsonl.content_hash(path), "records": rows}
+        return {"data": self.provenance()["data"].removeprefix("file:"), "records": rows}
+
+    def provenance(self) -> dict[str, Any]:
+        path, source = self.file(), self.hub()
+        if path is not None or source is None:
+            return {"data": None if path is None else f"file:{jsonl.content_hash(path)}"}
+        revision = hub.fetch(source).revision
+        return {"data": f"hub:{source}@{revision}", "revision": revision}
 
     def settings(self) -> dict[str, Any]:
         # where the data lies is no setting: what it holds is in the fingerprint
-        return {name: value for name, value in super().settings().items() if name != "source"}
+        return {name: value for name, value in super().settings().items() if name not in ("source", "revision")}
 
     # ------------------------------------------------------------------ samples
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,13 @@ from kvcompress.budget import NotTogether
 from kvcompress.config import check_overrides, expand_suites, folder, register, with_launcher
 from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
 from kvcompress.launcher.dry import estimate
-from kvcompress.launcher.plan import Group, group_cells, note_cells
+from kvcompress.launcher.plan import Group, group_cells, listed, note_cells
 from kvcompress.launcher.work import Options, Worker, release
+from kvcompress.refusals import Refused, explain
 
 __all__ = ["Options", "Outcome", "Runner", "identity", "is_oom", "main", "pair_id", "release"]
+
+FULL = "HYDRA_FULL_ERROR"  # 1: whatever Hydra refuses is raised, with its traceback
 
 
 class Runner:
@@ -59,9 +64,10 @@ class Runner:
         made = [self._cell(config) for config in configs]
         cells = [cell for cell in made if cell is not None]
         groups = group_cells(cells, options.share)
+        dry = any(config.get("dry") for config in configs)
         if len(cells) > 1:
-            self._explain(groups)
-        if any(config.get("dry") for config in configs):
+            self._explain([group for group in groups if not (dry and group.shared)])
+        if dry:
             faults = estimate(groups, self._load, self.console)
             for cell in cells:
                 fault = faults.get(cell.run_id)
@@ -137,16 +143,17 @@ class Runner:
 
     def _explain(self, groups: Sequence[Group]) -> None:
         """Say which cells share, and which run alone and why."""
-        alone: dict[str, list[str]] = {}
+        alone: dict[str, list[Cell]] = {}
         for group in groups:
             first = group.cells[0]
             if group.shared:
                 text = f"{len(group.cells)} cells share each prefill: {first.config.model.name} {first.task.name}"
                 self.console.print(text, style="dim", highlight=False, markup=False)
             else:
-                alone.setdefault(group.reason, []).append(first.title)
-        for reason, titles in alone.items():
-            text = f"{reason}: {', '.join(titles)} {'runs' if len(titles) == 1 else 'run'} alone"
+                alone.setdefault(group.reason, []).append(first)
+        for reason, cells in alone.items():
+            tasks = ", ".join(dict.fromkeys(cell.task.name for cell in cells))
+            text = f"{reason}: {listed(cells)} · {tasks} {'runs' if len(cells) == 1 else 'run'} alone"
             self.console.print(text, style="dim", highlight=False, markup=False)
 
     def _group(self, group: Group, options: Options, again: bool = False) -> bool:
@@ -165,7 +172,7 @@ class Runner:
             else:
                 self._settled(outcome)
         if any(cell.open for cell in group.cells):
-            Worker(self._load, self.console, self._settled, options).run(group)
+            Worker(self._load, self._tokenizer, self.console, self._settled, options).run(group)
         return busy
 
     def _warn(self, cell: Cell) -> None:
@@ -190,6 +197,14 @@ class Runner:
             )
         return outcome
 
+    def _tokenizer(self, config: DictConfig) -> Any:
+        """The tokenizer of a configuration: the loaded model's, or on its own where that is another."""
+        if self._model is not None and model_key(config) == self._model_key:
+            return self._model[1]
+        wanted: Any = OmegaConf.to_container(config.model, resolve=True)
+        settings = {key: wanted[key] for key in ("trust_remote_code", "revision")}
+        return models.load_tokenizer(wanted["name"], **settings, **wanted["options"])
+
     def _load(self, config: DictConfig) -> tuple[Any, Any]:
         key = model_key(config)
         if key != self._model_key:
@@ -209,8 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `status=results/<sweep>` shows what there is of a sweep instead.
 
-    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 a name on the command line is unknown or
-    the results folder cannot be one, 130 interrupted.
+    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 the command line is refused (an unknown
+    name or key, a value that does not fit, no cell at all, a results folder that cannot be one), 130 interrupted.
     """
     import hydra
     from transformers.utils import logging as transformers_logging
@@ -241,31 +256,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cell.sweep = runner.sweep  # type: ignore[attr-defined]  # what the shared launcher calls with all cells at once
     interrupted = False
     before, sys.argv[1:] = sys.argv[1:], arguments
+    traceback, os.environ[FULL] = os.environ.get(FULL), "1"  # Hydra shall raise what it refuses, not print it
     try:
         hydra.main(version_base="1.3", config_path=str(folder()), config_name="config")(cell)()
     except KeyboardInterrupt:
         interrupted = True
         console.print("interrupted: what is finished is kept, the same command goes on from here", style="yellow")
+    except Refused as error:
+        if traceback == "1":
+            raise
+        console.print(explain(error), style="red", highlight=False, markup=False)
+        return 2
     finally:
         sys.argv[1:] = before
+        os.environ.pop(FULL)
+        if traceback is not None:
+            os.environ[FULL] = traceback
     if not interrupted:
         runner.track()
     return summary(runner.outcomes, console, interrupted)
 
 
 def check_results(arguments: Sequence[str]) -> None:
-    """Refuse a `paths.results` that cannot be a folder, which Hydra would say with a traceback.
+    """Refuse a `paths.results` that cannot be a folder or cannot be written to, which Hydra would say with a traceback.
 
     Raises:
         ValueError: names the folder and what is in the way.
     """
-    for argument in arguments:
-        name, _, folder = argument.partition("=")
-        if name == "paths.results" and folder and not set(folder) & set("$,'\""):
-            try:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"cannot write to paths.results={folder}: {error}") from None
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("paths.results=")]
+    for name in named or ["results"]:
+        if not name or set(name) & set("$,'\""):
+            continue
+        place = Path(name).absolute()
+        try:
+            while not place.exists():
+                place = place.parent
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise ValueError(f"cannot write to paths.results={name}: {error}") from None
 
 
 def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = False) -> int:

@@ -153,6 +153,7 @@ class Session(Hooks):
         seed: int | None = None,
         watch: Callable[[], None] | None = None,
         min_new_tokens: int = 0,
+        until: Callable[[list[int]], bool] | None = None,
     ) -> Generation:
         """Continue the current cache from its last logits; greedy at temperature 0.
 
@@ -165,6 +166,7 @@ class Session(Hooks):
             temperature, top_p, top_k, seed: sampling.
             watch: called after every decode step, outside of what is timed.
             min_new_tokens: no stop token is picked before this many.
+            until: asked with a row's tokens after each; True ends the row, as where a text holds a stop string.
         """
         self._must_be_open()
         check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -175,7 +177,7 @@ class Session(Hooks):
             )
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
         output = generate(
-            self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch, min_new_tokens
+            self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch, min_new_tokens, until
         )
         cache.pending = output.pending
         return output
@@ -271,13 +273,14 @@ class Session(Hooks):
 
     # ------------------------------------------------------------------ reporting
 
-    def report(self, kept_map: bool = False) -> dict[str, Any]:
+    def report(self, row: int | None = None, kept_map: bool = False) -> dict[str, Any]:
         """What the method did to the current cache, and what is held now. Keys as in a record's `kv.*`.
 
         Args:
+            row: of a batch, as if it were alone: its bytes are those of a copy without padding. None: all rows.
             kept_map: also where the tokens lie that the first row holds (`kvcompress.kept`).
         """
-        cache = self._current()
+        cache = self._current() if row is None else self._current().row(row)
         held, kept = cache.nbytes(), cache.kept_tokens()
         evicted = sum(layer.evicted for layer in cache.full_layers)
         batch = max(1, kept.shape[1])

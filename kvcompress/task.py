@@ -16,6 +16,14 @@ import torch
 
 from kvcompress.measure import PeakMemory, synchronize
 
+# What several questions on one compressed context have in common. In a record as `protocol.turns`.
+TURNS = {
+    "single": "one question",
+    "independent": "each is asked of the compressed context alone: what an earlier one left is rolled back",
+    "session": "each is asked after the earlier ones and the model's answers to them, which stay in the cache",
+    "gold": "each is asked after the earlier ones and their right answers; the model's own are rolled back",
+}
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -45,7 +53,8 @@ class Sample:
         segments: token ids of the prompt that is prefilled and compressed, in order; several where a method may
             treat documents apart (their concatenation is the prompt).
         turns: questions asked on that prompt.
-        protocol: how it is asked, e.g. `{"question": "seen"}`; goes into the record.
+        protocol: how it is asked, e.g. `{"question": "seen"}`; goes into the record. `turns` says what becomes of
+            several questions, see `Task.run`.
         meta: facts about the sample for reports, e.g. length and depth; plain values only.
         reference: what `Task.reference` found on the uncompressed model, set by the runner; None where none is wanted.
     """
@@ -56,6 +65,11 @@ class Sample:
     protocol: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     reference: Mapping[str, torch.Tensor] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def order(self) -> str:
+        """How its questions follow one another, one of `TURNS`."""
+        return str(self.protocol.get("turns") or ("single" if len(self.turns) == 1 else "session"))
 
     def prompt_ids(self) -> list[int]:
         """The context and the first question, as the model sees them."""
@@ -93,8 +107,23 @@ class Task(ABC):
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """At least `{"score": 0..1}` from what `run` returned (`out["text"]`: one string per turn)."""
 
+    def gold(self, sample: Sample) -> list[str] | None:
+        """A right answer to each turn, as `score` gets it in `out["text"]`; None where no text is right or wrong."""
+        if not all(turn.references for turn in sample.turns):
+            return None
+        every = self.metric == "string_match_all"
+        return [", ".join(turn.references) if every else turn.references[0] for turn in sample.turns]
+
+    def cannot_batch(self) -> str | None:
+        """Why its samples cannot be rows of one batch, or None if they can: each is then run as `Task.run` does."""
+        return None if type(self).run is Task.run else f"task={self.name} runs its samples in a way of its own"
+
     def fingerprint(self) -> dict[str, Any]:
         """Facts beside the settings that change results, e.g. which haystack was found. Part of the run id."""
+        return {}
+
+    def provenance(self) -> dict[str, Any]:
+        """Where the data came from, as `protocol.*` of the record: `data`, and `revision` of a data set on the Hub."""
         return {}
 
     def reference(self, session: Any, sample: Sample) -> dict[str, torch.Tensor]:
@@ -120,7 +149,9 @@ class Task(ABC):
         """Prefill the context, ask each turn, and say what it took.
 
         A first question that is part of the context has no ids of its own. A later question is a prompt of its own
-        (and is compressed) where the protocol says that questions are seen, else it is appended.
+        (and is compressed) where the protocol says that questions are seen, else it is appended. What it is appended
+        to, `sample.order` says: the compressed context, or what the turns before it left there. A stop token is no
+        part of an answer: what ends it in the conversation is in the ids of the next turn.
 
         Returns:
             `tokens` (one list of ids per turn), `finished` (per turn "stop" or "length"), `compressed` and `end`
@@ -130,41 +161,55 @@ class Task(ABC):
         """
         device = session.model.device
         prompt_s, prompt_peak = prefill(session, sample)
-        compressed = session.report(
-            kept_map=True
-        )  # outside the timed region: counting bytes is our work, not the method's
-        tokens: list[list[int]] = []
-        finished: list[str] = []
-        tpot: list[float] = []
-        question_s = 0.0
+        # outside the timed region: counting bytes is our work, not the method's
+        compressed = session.report(kept_map=True)
+        answers: list[Any] = []
+        ends: list[dict[str, Any]] = []
+        question_s, order, last = 0.0, sample.order, len(sample.turns) - 1
+        held = session.cache  # what the next question is asked of
         with PeakMemory(device) as decode_peak:
             for number, turn in enumerate(sample.turns):
                 start = time.perf_counter()
+                session.cache = held.fork() if order == "independent" and number < last else held
+                if number and answers[-1].finished[0] == "stop":
+                    session.cache.pending = None
                 if turn.ids:
                     ids = torch.tensor([turn.ids], device=device)
                     if number and sample.protocol.get("question") == "seen":
                         session.prefill(ids, cache=session.cache)
                     else:
                         session.append(ids)
+                if order == "gold" and number < last:
+                    held, session.cache = session.cache, session.cache.fork()
                 synchronize(device)
                 if number == 0:
                     question_s = time.perf_counter() - start
-                generation = session.generate(turn.max_new_tokens, stop=turn.stop, min_new_tokens=turn.min_new_tokens)
-                tokens.append([int(token) for token in generation.tokens[0]])
-                finished.append(generation.finished[0])
-                tpot.extend(float(seconds) for seconds in generation.step_s)
+                answers.append(
+                    session.generate(turn.max_new_tokens, stop=turn.stop, min_new_tokens=turn.min_new_tokens)
+                )
+                if order == "independent" or number == last:
+                    ends.append(session.report())
         return {
-            "tokens": tokens,
-            "finished": finished,
+            "tokens": [[int(token) for token in answer.tokens[0]] for answer in answers],
+            "finished": [answer.finished[0] for answer in answers],
             "compressed": compressed,
-            "end": session.report(),
+            "end": merged(ends),
             "ttft_s": prompt_s + question_s,
             "prefill_s": compressed["time"]["prefill_s"],
             "compress_s": compressed["time"]["compress_s"],
-            "tpot_s": tpot,
+            "tpot_s": [float(seconds) for answer in answers for seconds in answer.step_s],
             "prefill_peak": prompt_peak,
             "decode_peak": decode_peak.peak,
         }
+
+
+def merged(ends: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several sequences that went on from the same prompt: the last one's, and what any of them did."""
+    end = ends[-1]
+    end["active"] = any(report["active"] for report in ends)
+    end["clamped"] = any(report["clamped"] for report in ends)
+    end["kv"]["kept_tokens_max"] = max(report["kv"]["kept_tokens_max"] for report in ends)
+    return end
 
 
 def prefill(session: Any, sample: Sample) -> tuple[float, int | None]:

@@ -241,7 +241,7 @@ class Batch:
         assert cache.real is not None
         cache.real = cache.real + new
         cache.logits = self._logits[row]
-        cache.kept_max = max(cache.kept_max, max(int(layer.counts.max()) for layer in cache.full_layers))
+        cache.note_kept()
         member.compressor.kernels |= self.host.compressor.kernels
 
     def fall_apart(self) -> None:

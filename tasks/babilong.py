@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from kvcompress import hub, jsonl
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample
 
@@ -27,6 +28,7 @@ class BabiLong(RowsTask):
     Attributes:
         subset: "qa1" … "qa5", those that have labels.
         length: "0k", "1k", … as the data set names them.
+        revision: commit of the data set on the Hub, or its branch.
         source, question, template, max_length: see `RowsTask`. Files are `babilong/<length>_<subset>.jsonl`.
     """
 
@@ -38,6 +40,7 @@ class BabiLong(RowsTask):
 
     subset: str = "qa1"
     length: str = "1k"
+    revision: str = "main"  # no commit of it is known to us: the record says which one it was
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,8 +50,8 @@ class BabiLong(RowsTask):
     def names(self) -> Sequence[str]:
         return [f"{self.length}_{self.subset}"]
 
-    def hub(self) -> tuple[str, str | None, str] | None:
-        return "RMT-team/babilong-1k-samples", self.length, self.subset
+    def hub(self) -> hub.Source | None:
+        return hub.Source("RMT-team/babilong-1k-samples", self.length, self.subset, self.revision)
 
     def about(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {"question": row["question"]}
@@ -57,8 +60,9 @@ class BabiLong(RowsTask):
         parts = settings()["subsets"][self.subset]
         head, tail = settings()["template"].split("{context}")
         head = head.format(**{key: parts[key] for key in ("instruction", "examples", "post_prompt")})
-        tail = tail.format(question=row["question"]).rstrip()
-        return Asked((head + row["input"] + tail).lstrip(), tail, (str(row["target"]),))
+        tail = tail.format(question=jsonl.text(row, "question", where)).rstrip()
+        target = jsonl.answer(row["target"], "target", where)
+        return Asked((head + jsonl.text(row, "input", where) + tail).lstrip(), tail, (target,))
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 if the target is the only label in the first sentence of the answer; labels of the question do not count."""

@@ -14,7 +14,7 @@ class GSM8K(Reasoning):
     """The expected answer is what follows `####` in the data set's solution, a number.
 
     Attributes:
-        path, k, temperature, top_p, batch, template: see `Reasoning`.
+        path, k, temperature, top_p, batch, template, revision: see `Reasoning`.
         max_new_tokens: 4,096. R-KV's script allows 8,192 with the prompt.
     """
 
@@ -23,6 +23,7 @@ class GSM8K(Reasoning):
     hub: ClassVar[tuple[str, str | None, str]] = ("openai/gsm8k", "main", "test")
 
     max_new_tokens: int = 4096
+    revision: str = "740312add88f781978c0658806c59bc2815b9866"
 
-    def gold(self, row: Mapping[str, Any]) -> str:
-        return super().gold(row).rpartition("####")[2].strip().replace(",", "")
+    def expected(self, row: Mapping[str, Any], where: str) -> str:
+        return super().expected(row, where).rpartition("####")[2].strip().replace(",", "")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvcompress import metrics
+from kvcompress import jsonl, metrics
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample
 
@@ -55,12 +55,14 @@ class KVRetrieval(RowsTask):
         pairs = row["ordered_kv_records"]
         if not isinstance(pairs, list) or [row["key"], row["value"]] not in pairs:
             raise ValueError(f"{where}: ordered_kv_records does not hold its key and value")
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"{where}: ordered_kv_records must be a list of pairs")
         if self.gold_index is not None and not 0 <= self.gold_index < len(pairs):
             raise ValueError(f"task.gold_index={self.gold_index}; {where} has places 0 to {len(pairs) - 1}")
         data = "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in self._pairs(row)) + "}"
         head = HEAD.format(aware=AWARE.format(key=row["key"]) if self.query_aware else "")
         tail = TAIL.format(key=row["key"])
-        return Asked(head + data + tail, tail, (str(row["value"]),))
+        return Asked(head + data + tail, tail, (jsonl.answer(row["value"], "value", where),))
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 if the answer contains the value, case ignored."""

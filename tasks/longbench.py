@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from kvcompress import jsonl, metrics, prompts
+from kvcompress import hub, jsonl, metrics, prompts
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample, Task, Turn, of_suite
 
@@ -32,16 +32,31 @@ def settings() -> dict[str, dict[str, Any]]:
     return yaml.safe_load((Path(__file__).parent / "data" / "longbench.yaml").read_text(encoding="utf-8"))["datasets"]
 
 
-@lru_cache(maxsize=32)
-def from_hub(repository: str, name: str, revision: str | None) -> tuple[dict[str, Any], ...]:
-    """Rows of one data set on the Hub, in the fields of the published files."""
-    from datasets import load_dataset
+def official(row: dict[str, Any], template: str) -> dict[str, Any]:
+    """A row of the Hub's copy in the fields of the published files.
 
-    rows = [dict(row) for row in load_dataset(repository, name, split="test", revision=revision)]
-    for row in rows:
-        if "input" not in row and "question" in row:
-            row["input"] = row.pop("question")
-    return tuple(jsonl.check(row, FIELDS, f"{repository} {name} row {i}") for i, row in enumerate(rows))
+    There `question` stands for `input`; where there is an `answer_prefix` as well, context, question and prefix are the
+    filled-in official prompt in three parts, and what was filled in is cut out of them again.
+
+    Raises:
+        ValueError: the three parts are not the official prompt.
+    """
+    if "input" in row or "question" not in row:
+        return row
+    head, _, rest = template.partition("{context}")
+    before, asks, after = rest.partition("{input}")
+    asked = row["question"] + row.get("answer_prefix", "")
+    prompt = row["context"] + asked
+    if "answer_prefix" not in row or not prompt.startswith(head):
+        return {**row, "input": row["question"]}
+    label = next(before[at:] for at in range(len(before) + 1) if asked.startswith(before[at:]))
+    said = asked[len(label) : len(asked) - len(after)] if asks else ""
+    tail = before + said + after
+    if not prompt.endswith(tail):
+        raise ValueError(
+            f"the Hub's copy of LongBench: its prompt ends in {prompt[-60:]!r}, the official in {tail[-60:]!r}"
+        )
+    return {**row, "input": said, "context": prompt[len(head) : len(prompt) - len(tail)]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +71,7 @@ class LongBench(RowsTask):
         template: "official" (chat where LongBench uses one and the tokenizer has it), "auto", "chat" or "none".
         question: "seen" during compression, or "hidden": what follows the context is appended after it.
         source: "auto" (`paths.data`, then the Hub), "hub", or a file or folder of JSON Lines.
-        revision: of the data set on the Hub.
+        revision: commit of the data set on the Hub, or its branch.
     """
 
     dataset: ClassVar[str]
@@ -67,7 +82,7 @@ class LongBench(RowsTask):
     extended: bool = False
     truncation: str = "text"
     template: str = "official"
-    revision: str | None = None
+    revision: str = "2e9ade51ebf45d98942056c0716234f9d5d257d5"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,15 +106,11 @@ class LongBench(RowsTask):
         data = super().places()
         return [place for folder in data for place in (folder, folder / "mini", folder.parent)]
 
-    def hub(self) -> tuple[str, str | None, str]:
-        return HUB, self.names()[0], "test"
+    def hub(self) -> hub.Source:
+        return hub.Source(HUB, self.names()[0], "test", self.revision)
 
-    def fetch(self, repository: str, subset: str | None, split: str) -> Sequence[dict[str, Any]]:
-        return from_hub(repository, str(subset), self.revision)
-
-    def fingerprint(self) -> dict[str, Any]:
-        found = super().fingerprint()
-        return found if self.file() else {**found, "data": f"hub:{HUB}@{self.revision or 'newest'}"}
+    def from_hub(self, row: dict[str, Any]) -> dict[str, Any]:
+        return official(row, self.published["template"])
 
     def new_tokens(self, row: Mapping[str, Any]) -> int:
         return int(self.published["max_new_tokens"])
@@ -114,8 +125,11 @@ class LongBench(RowsTask):
 
     def ask(self, row: Mapping[str, Any], where: str) -> Asked:
         head, _, rest = self.published["template"].partition("{context}")
-        tail = rest.format(input=row["input"])
-        return Asked(head + row["context"] + tail, tail, tuple(str(answer) for answer in row["answers"]))
+        tail = rest.format(input=jsonl.text(row, "input", where))
+        references = jsonl.answers(row["answers"], "answers", where)
+        if self.metric == "classification":
+            jsonl.answers(row["all_classes"], "all_classes", where)
+        return Asked(head + jsonl.text(row, "context", where) + tail, tail, references)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         template, limit = self.template, self.limit(tokenizer)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import yaml
 
+from kvcompress import hub
 from kvcompress.haystack import Encoder, frame
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample, Turn
@@ -48,6 +49,7 @@ class LongBenchV2(RowsTask):
         cot: reason first (1,024 tokens), then ask for the letter in a prompt of its own that holds the reasoning and not
             the text, as published. That prompt is never compressed.
         max_length: None: what the tokenizer says the model takes, less the answer.
+        revision: commit of the data set on the Hub, or its branch.
         source, question, template: see `RowsTask`. The file is `longbench_v2/longbench_v2.jsonl`.
     """
 
@@ -60,6 +62,7 @@ class LongBenchV2(RowsTask):
     answer_tokens: ClassVar[int] = ANSWER_TOKENS
 
     cot: bool = False
+    revision: str = "2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9"
 
     @property
     def shares_prefill(self) -> bool:  # type: ignore[override]
@@ -69,8 +72,8 @@ class LongBenchV2(RowsTask):
     def names(self) -> Sequence[str]:
         return ["longbench_v2", "data"]
 
-    def hub(self) -> tuple[str, str | None, str] | None:
-        return "THUDM/LongBench-v2", None, "train"
+    def hub(self) -> hub.Source | None:
+        return hub.Source("THUDM/LongBench-v2", None, "train", self.revision)
 
     def new_tokens(self, row: Mapping[str, Any]) -> int:
         return COT_TOKENS if self.cot else ANSWER_TOKENS
@@ -108,7 +111,8 @@ class LongBenchV2(RowsTask):
             wrap = frame(tokenizer, encode, head, tail, "", self.template)
             letter = Turn((*wrap.head, *wrap.tail), ANSWER_TOKENS, references=sample.turns[0].references)
             meta = {**sample.meta, "reasoning_at": len(wrap.head)}
-            yield replace(sample, turns=(*sample.turns, letter), meta=meta)
+            protocol = {**sample.protocol, "turns": "single", "questions": 1}
+            yield replace(sample, turns=(*sample.turns, letter), protocol=protocol, meta=meta)
 
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """As `Task.run`; with `cot` the letter is then asked for in a new sequence around the reasoning."""
@@ -124,6 +128,12 @@ class LongBenchV2(RowsTask):
         out["finished"].append(generation.finished[0])
         out["tpot_s"].extend(float(seconds) for seconds in generation.step_s)
         return out
+
+    def cannot_batch(self) -> str | None:
+        return super().cannot_batch() if self.cot else None
+
+    def gold(self, sample: Sample) -> list[str] | None:
+        return [f"The correct answer is ({turn.references[0]})." if turn.references else "" for turn in sample.turns]
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 for the right letter; `answered`: 1 where there is a letter at all."""

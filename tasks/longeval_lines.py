@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kvcompress import jsonl
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample
 
@@ -34,10 +35,13 @@ class LongEvalLines(RowsTask):
         return [f"{self.lines}_lines"]
 
     def ask(self, row: Mapping[str, Any], where: str) -> Asked:
-        at = row["prompt"].rfind(MARK)
+        at = jsonl.text(row, "prompt", where).rfind(MARK)
+        number = jsonl.answer(row["expected_number"], "expected_number", where)
+        if not number.isdigit():
+            raise ValueError(f"{where}: expected_number must be a number, found {number!r}")
         if at < 0:
             raise ValueError(f"{where}: its prompt has no {MARK.strip()!r} before the question")
-        return Asked(row["prompt"], row["prompt"][at:], (str(row["expected_number"]),))
+        return Asked(row["prompt"], row["prompt"][at:], (number,))
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 if the last number of the answer is the expected one."""

@@ -13,7 +13,7 @@ class MATH500(Reasoning):
     """The expected answer is LaTeX.
 
     Attributes:
-        path, k, temperature, top_p, batch, template: see `Reasoning`.
+        path, k, temperature, top_p, batch, template, revision: see `Reasoning`.
         max_new_tokens: 16,384, as R-KV's readme; its script allows 8,192 with the prompt.
     """
 
@@ -22,3 +22,4 @@ class MATH500(Reasoning):
     hub: ClassVar[tuple[str, str | None, str]] = ("HuggingFaceH4/MATH-500", None, "test")
 
     max_new_tokens: int = 16384
+    revision: str = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"

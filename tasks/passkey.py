@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvcompress import metrics
+from kvcompress import jsonl, metrics
 from kvcompress.rows import Asked, RowsTask
 from kvcompress.task import Sample
 
@@ -42,8 +42,8 @@ class Passkey(RowsTask):
         return self.max_new_tokens or len(str(row["target"]))
 
     def ask(self, row: Mapping[str, Any], where: str) -> Asked:
-        target = str(row["target"])
-        if not target or target not in row["input"]:
+        target = jsonl.answer(row["target"], "target", where)
+        if not target or target not in jsonl.text(row, "input", where):
             raise ValueError(f"{where}: its input does not hold its target {target!r}")
         return Asked(row["input"] + QUESTION, QUESTION, (target,), ANSWER)
 

@@ -129,6 +129,9 @@ class Ruler(Task):
             facts["words"] = ruler.word_lists(self.words)[0]
         return facts
 
+    def provenance(self) -> dict[str, Any]:
+        return {"data": f"file:{jsonl.content_hash(self.file())}"} if self.about["kind"] == "qa" else {}
+
     def settings(self) -> dict[str, Any]:
         # where the questions lie is no setting: what they are is in the fingerprint
         return {name: value for name, value in super().settings().items() if name != "source"}

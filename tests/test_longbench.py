@@ -10,9 +10,9 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvcompress import config, load, prompts
+from kvcompress import config, hub, load, prompts
 from kvcompress.task import Sample
-from kvcompress.tasks import TASKS, longbench
+from kvcompress.tasks import TASKS
 from kvcompress.tasks.longbench import settings
 
 SETS = sorted(settings())
@@ -198,7 +198,7 @@ def test_no_data_says_where_it_looked(tmp_path, monkeypatch):
     def unreachable(*args):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(longbench, "from_hub", unreachable)
+    monkeypatch.setattr(hub, "fetch", unreachable)
     with pytest.raises(ValueError, match=r"qasper\.jsonl.*longbench_v1.*Hub"):
         TASKS["longbench/qasper"](data=str(tmp_path)).fingerprint()
     with pytest.raises(ValueError, match="no file and no folder"):

@@ -55,6 +55,12 @@ def test_a_wheel_contains_the_data_of_methods(wheel):
     assert own and {f"kvcompress/methods/{path}" for path in own} <= set(wheel)
 
 
+def test_a_wheel_contains_the_page_of_results_and_its_licences(wheel):
+    folder = ROOT / "kvcompress" / "report" / "page"
+    own = {path.relative_to(ROOT).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert len(own) >= 13 and own <= set(wheel)
+
+
 def test_a_wheel_installs_nothing_beside_kvcompress(wheel):
     assert {name.split("/")[0].split("-")[0] for name in wheel} <= {"kvcompress", "hydra_plugins"}
 

@@ -94,10 +94,30 @@ def test_groups_are_settings_and_start_with_the_baseline(results):
     ]
 
 
+def test_settings_that_differ_in_what_a_record_does_not_say_do_not_look_alike(tmp_path):
+    for pair in ("1234567", "89abcde"):
+        run(tmp_path, "good", 0.5, [1.0], pair=pair)
+    run(tmp_path, "good", 0.5, [1.0], pair="own", **{"protocol.question": "hidden"})
+    names = [row["protocol"] for row in built(tmp_path)["rows"]]
+    assert names == ["question hidden", "question seen, setting 123456", "question seen, setting 89abcd"]
+
+
 def test_heat_map_cells_are_length_depth_and_mean_score(results):
     data = built(results)
     at = next(str(i) for i, row in enumerate(data["rows"]) if row["method"] == "full" and row["g"] == 1)
     assert data["shapes"][1][at]["heat"] == [[500, 0.1, 0], [500, 0.9, 0], [1000, 0.1, 1], [1000, 0.9, 0]]
+
+
+def test_depths_beyond_what_a_heat_map_can_show_are_rounded_to_tenths():
+    rows = [sample(f"s{i}", float(i < 50), depth=i / 100) for i in range(100)]
+    cells = {depth: score for _, depth, score in page_data.shape(rows, {})["heat"]}
+    assert sorted(cells) == [i / 10 for i in range(11)]
+    assert (
+        cells[0.1] == 1
+        and cells[0.9] == 0
+        and cells[0.5] == pytest.approx(5 / 11, abs=1e-4)
+        or cells[0.5] in (0.4, 0.5)
+    )
 
 
 def test_lines_along_the_generation_are_means_over_samples(tmp_path):
@@ -146,10 +166,8 @@ def test_the_page_names_no_address_and_runs_no_script_but_its_own(results):
     scripts = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
     for script in scripts:
         assert page.base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
-    own = text
-    for script in scripts[:1]:  # the charts' own source names its licence's address
-        own = own.replace(script, "")
-    assert len(scripts) == 1 + len(page.SCRIPTS) and "http" not in re.sub(r"http://www\.w3\.org/\S+", "", own).replace(
+    own = text.replace(asset(page.CHARTS), "")  # which names its licence's address
+    assert len(scripts) == len(page.SCRIPTS) and "http" not in re.sub(r"http://www\.w3\.org/\S+", "", own).replace(
         "http-equiv", ""
     )
 

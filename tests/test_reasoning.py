@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 import kvcompress.conf
-from kvcompress import answers, compress, config, load, reasoning, run
+from kvcompress import answers, compress, config, hub, load, reasoning, run
 from kvcompress.methods import RKV
 from kvcompress.random_models import byte_tokenizer
 from kvcompress.report.cli import main as report
@@ -90,12 +90,17 @@ def test_a_record_ends_where_its_line_ends(tmp_path):
 
 def test_the_data_folder_is_taken_before_the_hub(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(reasoning, "_from_hub", lambda *name: asked.append(name) or ROWS)
+    monkeypatch.setattr(hub, "fetch", lambda source: asked.append(source) or hub.Rows(tuple(ROWS), "abc"))
     assert len(AIME24(data=str(tmp_path)).problems()) == 2
-    assert asked == [("HuggingFaceH4/aime_2024", None, "train")]
+    assert asked == [("HuggingFaceH4/aime_2024", None, "train", AIME24.revision)]
+    assert AIME24(data=str(tmp_path)).provenance() == {
+        "data": "hub:HuggingFaceH4/aime_2024:train@abc",
+        "revision": "abc",
+    }
+    asked.clear()
     (tmp_path / "reasoning").mkdir()
     (tmp_path / "reasoning" / "aime24.jsonl").write_text('{"problem": "?", "answer": "007"}\n')
-    assert [one.gold for one in AIME24(data=str(tmp_path)).problems()] == ["007"] and len(asked) == 1
+    assert [one.gold for one in AIME24(data=str(tmp_path)).problems()] == ["007"] and not asked
 
 
 @pytest.mark.parametrize(
@@ -104,6 +109,8 @@ def test_the_data_folder_is_taken_before_the_hub(tmp_path, monkeypatch):
         ('{"question": "Why?"}\n', "sample 0 .* has no answer; its fields: question"),
         ('{"question": "Why?", "answer": "1"}\n{"question": "Why?", "answer": ""}\n', "sample 1 .* has no answer"),
         ('{"answer": "3"}\n', "has no question"),
+        ('{"question": "Why?", "answer": ["3"]}\n', "sample 0 .*: answer must be text or a number, found list"),
+        ('{"question": ["Why?"], "answer": "3"}\n', "sample 0 .* must be text, found list"),
         ("{broken\n", "line 1 is no JSON"),
         ("[1]\n", "line 1 is a list"),
         ("\n", "holds no sample"),

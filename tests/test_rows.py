@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvcompress import rows
+from kvcompress import hub
 from kvcompress.random_models import byte_tokenizer
 from kvcompress.tasks import TASKS
 
@@ -162,7 +162,7 @@ def test_no_data_says_where_it_looked(tmp_path, monkeypatch, name):
     def unreachable(*args):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(rows, "from_hub", unreachable)
+    monkeypatch.setattr(hub, "fetch", unreachable)
     with pytest.raises(ValueError, match=rf"{ROWS[name][0]}\.jsonl.*{tmp_path.name}/{TASKS[name].folder}"):
         TASKS[name](data=str(tmp_path)).fingerprint()
     with pytest.raises(ValueError, match="no file and no folder"):
@@ -212,3 +212,46 @@ def test_published_files_are_read_and_their_targets_are_in_the_prompts(data_fold
     made = list(task.samples(TOKENIZER))
     assert len(made) == records == task.fingerprint()["records"]
     assert all(sample.turns[0].references[0] in text_of(sample) for sample in made)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("babilong", {"target": ["office"]}, "row 1: target must be text or a number, found list"),
+        ("babilong", {"question": None}, "row 1: question must be text, found NoneType"),
+        ("babilong", {"input": 7}, "row 1: input must be text, found int 7"),
+        (
+            "kv_retrieval",
+            {"value": True, "ordered_kv_records": [["k2", True]]},
+            "row 1: value must be text or a number",
+        ),
+        ("kv_retrieval", {"ordered_kv_records": [["k2", "v2"], ["k3"]]}, "row 1: .* must be a list of pairs"),
+        ("kv_retrieval", {"ordered_kv_records": {"k2": "v2"}}, "does not hold its key and value"),
+        ("passkey", {"target": {"number": 1}}, "row 1: target must be text or a number, found dict"),
+        ("passkey", {"input": ["The pass key is 12345."]}, "row 1: input must be text, found list"),
+        ("longeval_lines", {"expected_number": "seven"}, "row 1: expected_number must be a number, found 'seven'"),
+        ("longeval_lines", {"prompt": 3}, "row 1: prompt must be text, found int 3"),
+        ("longbench_v2", {"answer": ["B"]}, r"answer=\['B'\]; valid: A, B, C, D"),
+    ],
+)
+def test_answers_and_texts_of_another_type_are_refused_before_a_model_is_loaded(tmp_path, name, changes, said):
+    with pytest.raises(ValueError, match=said):
+        TASKS[name](source=str(write(tmp_path, name, **changes))).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"answers": "Ann"}, "row 1: answers must be a list of at least one answer, found str 'Ann'"),
+        ({"answers": []}, "row 1: answers must be a list of at least one answer"),
+        ({"answers": ["Ann", None]}, "row 1: answers must be text or a number, found NoneType"),
+        ({"context": None}, "row 1: context must be text"),
+        ({"input": 3}, "row 1: input must be text"),
+        ({"all_classes": None}, "row 1: all_classes must be a list"),
+    ],
+)
+def test_rows_of_longbench_of_another_type_are_refused_before_a_model_is_loaded(tmp_path, changes, said):
+    row = {"input": "?", "context": "x", "answers": ["Ann"], "all_classes": ["Ann"], "length": 1}
+    (tmp_path / "trec.jsonl").write_text(json.dumps(row | changes) + "\n")
+    with pytest.raises(ValueError, match=said):
+        TASKS["longbench/trec"](source=str(tmp_path)).fingerprint()

@@ -12,11 +12,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from kvcompress import models, record, tracking
+from kvcompress.batches import cannot_batch
+from kvcompress.budget import NotTogether
 from kvcompress.compression import KERNELS
 from kvcompress.config import RESUME, build_method, build_task, check_keys
 from kvcompress.launcher.lock import Lock, locked
 from kvcompress.measure import hardware
 from kvcompress.method import Method
+from kvcompress.sanity import Sanity
 from kvcompress.task import Sample, Task
 
 
@@ -46,7 +49,7 @@ class Outcome:
 def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
     """Everything that may change the result of a cell, and nothing else.
 
-    Left out: launcher, logger, paths, resume, sweep name and the index of the device. A method without a budget gets
+    Left out: launcher, logger, paths, resume, batch, sweep name and the index of the device. A method without a budget gets
     1.0, so that a sweep's budgets collapse to one cell.
     """
     model = OmegaConf.to_container(config.model, resolve=True)
@@ -114,6 +117,9 @@ def check(config: DictConfig) -> None:
         raise ValueError(f"kernel={config.kernel!r}; valid: {', '.join(KERNELS)}")
     if config.limit is not None and config.limit < 1:
         raise ValueError(f"limit={config.limit}; at least 1 sample, or null for all")
+    for name in ("batch", "batch_memory"):
+        if config[name] is not None and config[name] < 1:
+            raise ValueError(f"{name}={config[name]}; at least 1{' byte' if name != 'batch' else ''}")
     tracking.check(config.logger)
     if not 0 <= config.seed < 2**63:
         raise ValueError(f"seed={config.seed}; 0 to 2**63 - 1")
@@ -126,8 +132,9 @@ class Cell:
 
     Attributes:
         done: ids of the samples that are finished.
-        total: samples there are, 0 until they are known.
+        total: samples there are, 0 until they are known; order: their ids, the order of the task.
         shared: its prefill is one that other cells use as well.
+        sanity: how right and empty answers of its samples are scored.
         outcome: None while there is something to do.
     """
 
@@ -138,6 +145,9 @@ class Cell:
         check(config)
         self.config = config
         self.method, self.task = build_method(config), build_task(config)
+        reason = cannot_batch(self.task, self.method) if config.batch > 1 else None
+        if reason is not None:
+            raise NotTogether(f"batch={config.batch}: {reason}; use batch=1")
         self.identity = identity(config, self.method, self.task)
         self.run_id = record.digest(self.identity)
         self.folder = record.RunFolder(Path(config.paths.results), config.sweep.name, self.run_id)
@@ -145,6 +155,8 @@ class Cell:
         self.done: set[str] = set()
         self.total = 0
         self.shared = False
+        self.sanity = Sanity()
+        self.order: list[str] = []
         self.outcome: Outcome | None = None
         self._lock = Lock(self.folder.path / "lock")
         self._found = self.folder.stamp()
@@ -226,6 +238,7 @@ class Cell:
         Raises:
             OSError: it cannot be written; and whatever the task raises over its rows.
         """
+        self.folder.arrange(self.order)
         rows = list(self.folder.rows().values())
         found = record.aggregate(rows)
         if status == "ok" and found["n_samples"] < max(self.total, 1):
@@ -233,7 +246,8 @@ class Cell:
         if status == "ok" and self.method.limited and found["share_inactive"] == 1.0:
             status = "inactive"
         shared = any(row.get("shared") for row in rows)
-        if shared:  # what some samples took alone says nothing of the others
+        batched = any(row.get("rows", 1) > 1 for row in rows)
+        if shared or batched:  # what some samples took alone says nothing of the others
             found |= {key: None for key in found if key.startswith(("time.", "memory."))}
         parts = self.identity["parts"]
         written: dict[str, Any] = dict.fromkeys(record.KEYS)
@@ -261,10 +275,14 @@ class Cell:
             "protocol.shared": shared,
             "protocol.task_version": self.task.version,
             "protocol.pair": pair_id(self.identity),
+            **{f"protocol.{name}": value for name, value in self.task.provenance().items()},
+            "sanity.gold": self.sanity.gold,
+            "sanity.empty": self.sanity.empty,
+            "notes": sorted({*(written["notes"] or ()), *self.sanity.notes}),
             "error": error,
         }
-        self.folder.finish(written)
         with locked(self.folder.path.parent / ".lock"):
+            self.folder.finish(written)
             record.fill_deltas(self.folder.path.parent, self.run_id)
         written = self.folder.record() or written
         self.settle(written["status"], written, last_line(written["error"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcompress.launcher.cell import Cell
-from kvcompress.launcher.plan import Group
+from kvcompress.launcher.plan import Group, listed
 from kvcompress.method import Method
 from kvcompress.session import compress
 from kvcompress.task import Sample
@@ -55,17 +56,15 @@ def estimate(
         by run id why a cell could not begin: its model cannot be loaded, or its samples cannot be had.
     """
     faults: dict[str, str] = {}
-    table = Table(
-        "cells", "model", "task", "to do", "samples", "prefills", "saved", "prompt tokens", "new tokens", box=None
-    )
-    total_s = alone_s = 0.0
+    rows: dict[Any, Row] = {}
     speeds: dict[int, tuple[float, float, float]] = {}
-    for group in groups:
+    for number, group in enumerate(groups):
         first = group.cells[0]
+        key = number if group.shared else ("alone", first.config.model.name, first.task.name)
+        row = rows.setdefault(key, Row(str(first.config.model.name), first.task.name, group.shared))
+        row.cells += group.cells
         todo = [cell for cell in group.cells if cell.look() is None]
-        names = ", ".join(f"{cell.config.method.name} {cell.method.budget}" for cell in group.cells)
         if not todo:
-            table.add_row(names, first.config.model.name, first.task.name, *["0"] * 6)
             continue
         try:
             model, tokenizer = load(first.config)
@@ -75,28 +74,61 @@ def estimate(
             continue
         if id(model) not in speeds:
             speeds = {id(model): calibrate(model)}
-        left = [[cell for cell in todo if sample.id not in rows_of(cell)] for sample in samples]
-        runs = sum(map(len, left))
-        prefills = sum(bool(cells) for cells in left) if group.shared else runs
-        sums = [cost(sample, speeds[id(model)]) for sample in samples]
-        for cells, (prompt_s, rest_s) in zip(left, sums, strict=True):
-            prefilled = bool(cells) if group.shared else len(cells)
-            total_s += prefilled * prompt_s + len(cells) * rest_s
-            alone_s += len(cells) * (prompt_s + rest_s)
-        prompt = sum(len(sample.prompt_ids()) * len(cells) for sample, cells in zip(samples, left, strict=True))
-        new = sum(
-            turn.max_new_tokens * len(cells)
-            for sample, cells in zip(samples, left, strict=True)
-            for turn in sample.turns
-        )
-        numbers = (len(todo), runs, prefills, runs - prefills, prompt, new)
-        table.add_row(names, first.config.model.name, first.task.name, *(f"{n:,}" for n in numbers))
-    console.print(table)
-    shown = (
-        f"about {duration(total_s)}; cell by cell {duration(alone_s)} (from a short calibration; compression left out)"
-    )
-    console.print(shown, highlight=False)
+        row.add(todo, samples, speeds[id(model)])
+    show(list(rows.values()), console)
     return faults
+
+
+@dataclass
+class Row:
+    """What a group, or all cells of a task that run alone, would do."""
+
+    model: str
+    task: str
+    shared: bool
+    cells: list[Cell] = field(default_factory=list)
+    todo: int = 0
+    runs: int = 0
+    prefills: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    alone_s: float = 0.0
+
+    def add(self, todo: Sequence[Cell], samples: Sequence[Sample], speed: tuple[float, float, float]) -> None:
+        """Count what these cells have to do."""
+        self.todo += len(todo)
+        for sample in samples:
+            due = sum(sample.id not in done for done in map(rows_of, todo))
+            prefills = min(due, 1) if self.shared else due
+            prompt_s, rest_s = cost(sample, speed)
+            self.runs += due
+            self.prefills += prefills
+            self.prompt_tokens += due * len(sample.prompt_ids())
+            self.new_tokens += due * sum(turn.max_new_tokens for turn in sample.turns)
+            self.seconds += prefills * prompt_s + due * rest_s
+            self.alone_s += due * (prompt_s + rest_s)
+
+    def numbers(self) -> tuple[int, ...]:
+        """Cells and samples to do, prefills, those saved, tokens of prompts and new ones."""
+        return self.todo, self.runs, self.prefills, self.runs - self.prefills, self.prompt_tokens, self.new_tokens
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """The cells of each group in a line, then the numbers: 80 columns hold them."""
+    table = Table("group", "to do", "samples", "prefills", "saved", "prompt tokens", "new tokens", box=None)
+    for number, row in enumerate(rows, 1):
+        how = f"{len(row.cells)} cells share each prefill" if row.shared else f"{len(row.cells)} alone"
+        seeds = ", ".join(dict.fromkeys(str(cell.config.seed) for cell in row.cells))
+        text = f"{number}: {row.model} · {row.task} · seed {seeds} · {how}: {listed(row.cells)}"
+        console.print(text, highlight=False, markup=False)
+        table.add_row(str(number), *(f"{n:,}" for n in row.numbers()))
+    if len(rows) > 1:
+        table.add_row("all", *(f"{sum(column):,}" for column in zip(*(row.numbers() for row in rows), strict=True)))
+    console.print(table)
+    total, alone = sum(row.seconds for row in rows), sum(row.alone_s for row in rows)
+    text = f"about {duration(total)}; cell by cell {duration(alone)} (from a short calibration; compression left out)"
+    console.print(text, highlight=False)
 
 
 def rows_of(cell: Cell) -> set[str]:

@@ -6,6 +6,7 @@ writes the same records to the same folder, and locks keep it apart from others.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 from kvcompress.launcher.cell import Outcome
 from kvcompress.launcher.lock import Lock
 from kvcompress.launcher.work import Options
+
+logger = logging.getLogger(__name__)
 
 Part = list[list[str]]  # the overrides of each cell of a group
 Done = tuple[int, list[Outcome] | BaseException]
@@ -67,20 +70,24 @@ def on_joblib(
     from joblib import Parallel, delayed
 
     parallel = Parallel(n_jobs=workers, return_as="generator_unordered", **{"backend": "loky", **settings})
-    done: set[int] = set()
+    left = dict(enumerate(parts))
     try:
         for number, result in parallel(delayed(_guarded)(work, i, part, options) for i, part in enumerate(parts)):
-            done.add(number)
+            del left[number]
             yield number, result
-    except Exception as error:  # a worker was killed: joblib gives up on the others
-        for number in set(range(len(parts))) - done:
-            yield number, error
+    except Exception:  # a worker was killed, say for its memory: joblib gives up on all
+        logger.warning("a worker was killed: the %d groups that are not finished go on one at a time", len(left))
+        for number, part in left.items():
+            try:
+                yield from parallel([delayed(_guarded)(work, number, part, options)])
+            except Exception as error:
+                yield number, error
 
 
 def _guarded(work: Work, number: int, part: Part, options: Options) -> Done:
     try:
         return number, work(part, options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return number, RuntimeError(f"{type(error).__name__}: {error}")  # which is sure to travel
 
 
@@ -124,16 +131,21 @@ def on_submitit(
 def on_ray(
     work: Work, parts: Sequence[Part], options: Options, workers: int, settings: dict[str, Any]
 ) -> Iterator[Done]:
-    """A Ray cluster: `settings.address`, or one on this machine; `settings.task` are a task's options, as `num_gpus`."""
+    """A Ray cluster: `settings.address`, or one on this machine; `settings.task` are a task's options, as `num_gpus`.
+
+    A task gets a GPU where the cluster has any: from one that asks for none Ray hides them all.
+    """
     import ray
 
     settings = dict(settings)
-    task = settings.pop("task", {"num_cpus": 1})
+    task = settings.pop("task", None)
     own = not ray.is_initialized()
     if own:
         local = {} if "address" in settings else {"num_cpus": workers, "include_dashboard": False}
         ray.init(**{**local, **settings})
     try:
+        if task is None:
+            task = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
         remote = ray.remote(**task)(work)
         running = {remote.remote(part, options): number for number, part in enumerate(parts)}
         while running:

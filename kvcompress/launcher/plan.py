@@ -50,6 +50,8 @@ class Group:
 
 def alone_because(cell: Cell) -> str:
     """Why a cell cannot share its prefill; empty if it can."""
+    if cell.config.batch > 1:
+        return f"batch={cell.config.batch} puts samples together, not cells"
     if not cell.task.shares_prefill:
         return f"task={cell.task.name} measures the prefill itself"
     try:
@@ -86,6 +88,20 @@ def group_cells(cells: Iterable[Cell], share: bool = True) -> list[Group]:
     return sorted(groups.values(), key=lambda group: order[model_key(group.cells[0].config)])
 
 
+def listed(cells: Sequence[Cell]) -> str:
+    """Cells as `method budget, budget; method …`, those that differ in other settings counted."""
+    budgets: dict[str, list[str]] = {}
+    for cell in cells:
+        found = budgets.setdefault(str(cell.config.method.name), [])
+        if cell.method.budget_kind != "none":
+            found.append(str(cell.method.budget))
+    texts = []
+    for name, found in budgets.items():
+        several = f" ({len(found) // len(set(found))} each)" if len(found) > len(set(found)) else ""
+        texts.append(f"{name} {', '.join(dict.fromkeys(found))}".strip() + several)
+    return "; ".join(texts)
+
+
 def note_cells(cells: Sequence[Cell]) -> None:
     """Write down which cells a sweep has, beside those that are noted already, so that missing ones can be told.
 
@@ -97,6 +113,7 @@ def note_cells(cells: Sequence[Cell]) -> None:
         try:
             sweep.mkdir(parents=True, exist_ok=True)
             with locked(sweep / ".lock"):
+                record.clear_left(sweep)
                 known = noted_cells(sweep)
                 if not mine.keys() <= known.keys():
                     record.write_json(sweep / CELLS_FILE, {"layout": LAYOUT, "cells": known | mine})

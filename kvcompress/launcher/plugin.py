@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -17,6 +17,8 @@ from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+
+from kvcompress.launcher.compose import compose_once_per_choice
 
 NAMESPACE = "hydra_plugins.kvcompress_launcher"  # Hydra takes launchers from below hydra_plugins only
 
@@ -60,6 +62,7 @@ class SharedLauncher(Launcher):
         self.sweep: Callable[..., Any] | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        compose_once_per_choice(hydra_context.config_loader)  # Hydra's check of all cells takes the same way
         self.config, self.context = config, hydra_context
         self.sweep = getattr(task_function, "sweep", None)
         if self.sweep is None:
@@ -101,8 +104,7 @@ def _composed(config: DictConfig) -> JobReturn:
         HydraConfig.instance().set_config(config)
         job = JobReturn()
         job.overrides = [str(override) for override in config.hydra.overrides.task]
-        job.hydra_cfg = OmegaConf.masked_copy(config, ["hydra"])
-        job.cfg = config.copy()
+        job.hydra_cfg, job.cfg = cast(DictConfig, HydraConfig.instance().cfg), config
         with open_dict(job.cfg):
             del job.cfg["hydra"]
         OmegaConf.resolve(job.cfg)

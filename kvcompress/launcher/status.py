@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvcompress import record
 from kvcompress.launcher.cell import last_line
@@ -19,7 +20,7 @@ STYLE = {"failed": "red", "oom": "red", "running": "cyan", "ok": "green"}
 
 
 def cells_of(sweep: Path) -> list[dict[str, Any]]:
-    """One entry per cell: `run_id status samples note` and what the sweep noted of it.
+    """One entry per cell: `run_id status samples score note` and what the sweep noted of it.
 
     Raises:
         ValueError: there is no such sweep, or it was made by a version with another layout.
@@ -38,7 +39,7 @@ def _entry(sweep: Path, run_id: str, noted: dict[str, Any]) -> dict[str, Any]:
     written = folder.record()
     entry = {"run_id": run_id, "samples": len(folder.rows()), "note": "", **noted}
     if written is not None:
-        entry |= {key: written.get(key) for key in ("method", "budget", "task", "model", "seed")}
+        entry |= {key: written.get(key) for key in ("method", "budget", "task", "model", "seed", "score")}
     held = holder(folder.path / "lock")
     if held is not None:
         entry |= {
@@ -54,6 +55,20 @@ def _entry(sweep: Path, run_id: str, noted: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
+def place(cell: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a cell stands in the table: what needs attention first, then by method and from large budgets to small."""
+    budget = cell.get("budget")
+    known = isinstance(budget, (int, float))
+    order = (0, 0.0) if not known else (1 + isinstance(budget, int), -float(budget))  # type: ignore[arg-type]
+    names = [str(cell.get(key, "")) for key in ("task", "model", "seed")]
+    return (ORDER.index(cell["status"]), str(cell.get("method", "")), *order, *names)
+
+
+def shown(value: Any) -> str:
+    """A value of the table; what is not known is a dash."""
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 def show(sweep: Path, console: Console) -> int:
     """Print the table of a sweep; 0 if every cell is finished, 1 if not, 2 if there is no sweep."""
     try:
@@ -62,10 +77,14 @@ def show(sweep: Path, console: Console) -> int:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 2
     out = Console(width=None if Console().is_terminal else 140)
-    table = Table("status", "run", "model", "task", "method", "budget", "seed", "samples", "note", box=None)
-    for cell in sorted(cells, key=lambda cell: ORDER.index(cell["status"])):
-        values = [str(cell.get(key, "")) for key in ("run_id", "model", "task", "method", "budget", "seed", "samples")]
-        table.add_row(cell["status"], *values, cell["note"], style=STYLE.get(cell["status"], ""))
+    same = [key for key in ("model", "seed") if len({str(cell.get(key)) for cell in cells}) == 1]  # said once, above
+    if same:
+        out.print(", ".join(f"{key} {cells[0].get(key)}" for key in same), highlight=False, markup=False)
+    keys = [key for key in ("method", "budget", "task", "model", "seed", "score", "samples") if key not in same]
+    table = Table("status", *keys, "run", "note", box=None)
+    for cell in sorted(cells, key=place):
+        values = [shown(cell.get(key)) for key in keys]
+        table.add_row(cell["status"], *values, cell["run_id"], Text(cell["note"]), style=STYLE.get(cell["status"], ""))
     out.print(table)
     counts = Counter(cell["status"] for cell in cells)
     out.print(", ".join(f"{counts[status]} {status}" for status in ORDER if counts[status]), highlight=False)

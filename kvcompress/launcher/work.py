@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -20,20 +18,19 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvcompress import models, tracking
-from kvcompress.launcher.cell import Cell, Outcome, check_lengths, pair_id
-from kvcompress.launcher.check import Watched, difference
-from kvcompress.launcher.plan import Group
-from kvcompress.layer import CompressedLayer
+from kvcompress import batches, models, sanity, tracking
+from kvcompress.launcher.cell import Cell, Outcome, check_lengths, is_oom, pair_id
+from kvcompress.launcher.plan import Group, listed
+from kvcompress.launcher.room import new_tokens, too_large, turns
+from kvcompress.launcher.sample import Loaded, apart_because, checked, full_layers, row, run_sample, with_ends
 from kvcompress.measure import without_peaks
 from kvcompress.references import References
 from kvcompress.session import compress
 from kvcompress.shared import SharedPrefill, prefill_once
-from kvcompress.task import Sample, Task
-from kvcompress.together import cannot_join, decode_together
+from kvcompress.task import Sample
+from kvcompress.together import decode_together
 
 logger = logging.getLogger(__name__)
-TIMES = ("ttft_s", "prefill_s", "compress_s", "tpot_s", "prefill_peak", "decode_peak")
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,8 @@ class Options:
         share: one prefill for all cells that can start from it.
         together: cells that share a prefill decode as rows of one batch where they can.
         check: also decode each cell alone, and fail it where the tokens differ without a close call.
-        memory: bytes that the caches of a shared prefill and its cells may take, None = no limit.
+        memory: bytes that the caches of a shared prefill and its cells may take, None = no limit. Cells take turns to
+            fit; one at a time beside the full cache is the least.
     """
 
     share: bool = True
@@ -53,20 +51,11 @@ class Options:
     memory: int | None = None
 
 
-@dataclass
-class Loaded:
-    """What the cells of a group have in common."""
-
-    model: Any
-    tokenizer: Any
-    samples: list[Sample]
-
-
 class Worker:
     """Runs the open cells of one group.
 
     Args:
-        load: gives model and tokenizer for a configuration.
+        load: gives model and tokenizer for a configuration; tokenizer: the tokenizer alone.
         settled: called with each cell's outcome as soon as it is known.
         how: what a launcher asks for.
     """
@@ -74,11 +63,14 @@ class Worker:
     def __init__(
         self,
         load: Callable[[DictConfig], tuple[Any, Any]],
+        tokenizer: Callable[[DictConfig], Any],
         console: Console,
         settled: Callable[[Outcome], object],
         how: Options,
     ) -> None:
-        self.load, self.console, self.settled, self.how = load, console, settled, how
+        self.load, self.tokenizer = load, tokenizer
+        self.console, self.settled, self.how = console, settled, how
+        self._said: set[str] = set()
 
     def run(self, group: Group) -> None:
         """Run every cell that has no outcome yet, and give it one.
@@ -104,15 +96,19 @@ class Worker:
         """Model and samples, the same for all cells; None where they are not to be had."""
         first = group.cells[0]
         try:
+            # all that may be wrong with the samples is known before weights are read
+            samples = list(islice(first.task.samples(self.tokenizer(first.config)), first.config.limit))
+            found = sanity.check(first.task, samples)
+            for note in found.notes:
+                self.console.print(f"{first.task.name}: {note}", style="yellow", highlight=False, markup=False)
             model, tokenizer = self.load(first.config)
-            samples = list(islice(first.task.samples(tokenizer), first.config.limit))
             ends = models.eos_ids(model, tokenizer)
         except Exception as fault:
             for cell in open_cells(group):
                 self._fail(cell, fault)
             return None
         for cell in open_cells(group):
-            cell.total = len(samples)
+            cell.total, cell.sanity, cell.order = len(samples), found, [sample.id for sample in samples]
             try:
                 check_lengths(samples, model, cell.method)
             except ValueError as fault:
@@ -127,6 +123,10 @@ class Worker:
             title = cells[0].title if len(cells) == 1 else f"{len(cells)} cells · {group.cells[0].task.name}"
             total, done = len(loaded.samples) * len(cells), sum(len(cell.done) for cell in cells)
             bar = progress.add_task(title, total=total, completed=done)
+            if first.config.batch > 1:  # such a cell is a group of its own
+                for cell in cells:
+                    self._batches(cell, loaded, partial(progress.advance, bar))
+                return
             shared: SharedPrefill | None = None
             for sample in loaded.samples:
                 shared = None  # before the next one is made: two would need twice the memory
@@ -140,11 +140,13 @@ class Worker:
                         self._fail(cell, fault)
                     continue
                 shared = self._prefill(group, loaded, sample) if group.shared and due else None
+                why = self._apart(group, due, sample, shared)
                 if shared is not None and self.how.together:
-                    self._together(due, loaded, sample, shared, partial(progress.advance, bar))
+                    together = [cell for cell in due if not why[cell.run_id]]
+                    self._together(together, loaded, sample, shared, partial(progress.advance, bar))
                 for cell in due:
                     if cell.open and sample.id not in cell.done:
-                        self._sample(cell, loaded, sample, shared, partial(progress.advance, bar))
+                        self._sample(cell, loaded, sample, shared, partial(progress.advance, bar), why[cell.run_id])
 
     def _prefill(self, group: Group, loaded: Loaded, sample: Sample) -> SharedPrefill | None:
         """The sample's prompt without eviction; None where that fails: each cell then runs its own."""
@@ -159,27 +161,51 @@ class Worker:
         release()
         return None
 
+    def _apart(self, group: Group, due: Sequence[Cell], sample: Sample, shared: SharedPrefill | None) -> dict[str, str]:
+        """By run id why a cell decodes this sample by itself, empty for those that decode together; said once."""
+        if shared is None:
+            why = "the shared prefill failed" if group.shared else group.reason
+            return {cell.run_id: why for cell in due}
+        if not self.how.together:
+            return {cell.run_id: "decoding together is switched off" for cell in due}
+        found = {cell.run_id: apart_because(cell, shared) for cell in due}
+        if list(found.values()).count("") == 1:
+            found = {run_id: why or "no other cell of its prefill can join it" for run_id, why in found.items()}
+        least = too_large(due, shared, new_tokens(sample), self.how.memory)
+        if least:
+            limit = f"hydra.launcher.memory={(self.how.memory or 0) / 2**30:.3g}"
+            takes = f"{sample.id}: the full cache and one cell take {least / 2**30:.3g} GiB"
+            self._say(f"{takes}, {limit} is less; one at a time", "yellow", limit)
+        for why in dict.fromkeys(filter(None, found.values())):
+            cells = [cell for cell in due if found[cell.run_id] == why]
+            self._say(f"{why}: {listed(cells)} · {cells[0].task.name} decode separately", "dim")
+        return found
+
+    def _say(self, text: str, style: str, about: str = "") -> None:
+        """Print a line, once for all samples of a group."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
+            self.console.print(text, style=style, highlight=False, markup=False)
+
     def _together(
         self,
-        due: Sequence[Cell],
+        cells: Sequence[Cell],
         loaded: Loaded,
         sample: Sample,
         shared: SharedPrefill,
         advance: Callable[[], object],
     ) -> None:
         """Run the sample for those cells whose decode steps can be rows of one batch."""
-        cells = [cell for cell in due if joins(cell, shared)]
-        if len(cells) < 2:
-            return
-        for turn in turns(cells, shared, self.how.memory):
+        for turn in turns(cells, shared, new_tokens(sample), self.how.memory) if cells else []:
             jobs = [(cell.method, partial(cell.task.run, sample=sample)) for cell in turn]
             with without_peaks():
                 results, share = decode_together(loaded.model, jobs, shared, str(turn[0].config.kernel))
             for cell, result in zip(turn, results, strict=True):
                 kind = "separate" if share == 0.0 else "together" if share == 1.0 else "partly together"
+                why = "" if share else "the memory limit" if len(turn) == 1 else "no step could be taken together"
                 if self.how.check and not isinstance(result, BaseException):
                     result, kind = checked(cell, loaded, sample, shared, result), f"{kind}, checked"
-                self._keep(cell, loaded, sample, advance, result, kind)
+                self._keep(cell, loaded, sample, advance, result, kind, why)
 
     def _sample(
         self,
@@ -188,12 +214,37 @@ class Worker:
         sample: Sample,
         shared: SharedPrefill | None,
         advance: Callable[[], object],
+        why: str,
     ) -> None:
         try:
             result: Any = run_sample(cell, loaded, sample, shared)
         except (Exception, SystemExit) as fault:
             result = fault
-        self._keep(cell, loaded, sample, advance, result, None if shared is None else "separate")
+        self._keep(cell, loaded, sample, advance, result, None if shared is None else "separate", why)
+
+    def _batches(self, cell: Cell, loaded: Loaded, advance: Callable[[], object]) -> None:
+        """Run a cell's samples as rows of batches; a batch for which memory does not do is halved."""
+        due = [sample for sample in loaded.samples if sample.id not in cell.done]
+        config, padding = cell.config, any(not kind for kind in full_layers(loaded.model, cell.method))
+        left = batches.plan(due, config.batch, config.batch_memory, batches.bytes_per_token(loaded.model), padding)
+        while left and cell.open:
+            batch = left.pop(0)
+            try:
+                with compress(loaded.model, cell.method, str(config.kernel), loaded.tokenizer) as session:
+                    results: list[Any] = batches.run(session, batch)
+            except (Exception, SystemExit) as fault:
+                if len(batch) > 1 and is_oom(fault):
+                    half = len(batch) // 2
+                    left = [batch[:half], batch[half:], *left]
+                    text = f"{cell.title}: too little memory for {len(batch)} samples at once; trying {half}"
+                    self.console.print(text, style="yellow", highlight=False, markup=False)
+                    del fault
+                    release()
+                    continue
+                results = [fault] * len(batch)
+            for sample, result in zip(batch, results, strict=True):
+                if cell.open:
+                    self._keep(cell, loaded, sample, advance, result, None, "", len(batch))
 
     def _keep(
         self,
@@ -203,12 +254,14 @@ class Worker:
         advance: Callable[[], object],
         result: Any,
         decoding: str | None,
+        why: str,
+        rows: int = 1,
     ) -> None:
         """Write down what a sample's run returned, or the fault that ended it."""
         try:
             if isinstance(result, BaseException):
                 raise result
-            cell.folder.append(row(cell, loaded, sample, result, decoding))
+            cell.folder.append(row(cell, loaded, sample, result, decoding, why) | {"rows": rows})
             cell.done.add(sample.id)
             advance()
             return
@@ -242,95 +295,6 @@ class Worker:
 
 def open_cells(group: Group) -> list[Cell]:
     return [cell for cell in group.cells if cell.open]
-
-
-def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
-    """The sample with the model's own end tokens among those that stop an answer."""
-    turns = tuple(replace(turn, stop=tuple(sorted({*turn.stop, *ends}))) for turn in sample.turns)
-    return replace(sample, turns=turns)
-
-
-def joins(cell: Cell, shared: SharedPrefill) -> bool:
-    """True if this cell's decode steps can be rows of a batch: its task asks the session alone, its cache is ours."""
-    ours = all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers)
-    return ours and type(cell.task).run is Task.run and cannot_join(cell.method) is None
-
-
-def turns(cells: Sequence[Cell], shared: SharedPrefill, memory: int | None) -> list[list[Cell]]:
-    """The cells in as many turns as it takes for the caches of each turn to fit beside the full one.
-
-    A cell holds what it keeps twice while it decodes with others: in its own cache, and in a row.
-    """
-    full, tokens = shared.cache.nbytes()["valid"], shared.ids.shape[1]
-    found: list[list[Cell]] = [[]]
-    room = left = None if memory is None else max(0, memory - full)
-    for cell in cells:
-        share = 1.0
-        if cell.method.limited:
-            share = min(
-                1.0, cell.method.budget if isinstance(cell.method.budget, float) else cell.method.budget / tokens
-            )
-        if left is not None and room is not None:
-            left -= round(2 * share * full)
-            if left < 0 and found[-1]:
-                found.append([])
-                left = room - round(2 * share * full)
-        found[-1].append(cell)
-    return found
-
-
-def checked(
-    cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill, together: dict[str, Any]
-) -> dict[str, Any] | Exception:
-    """The result of decoding together, if decoding alone gives the same; else the fault."""
-    try:
-        with (
-            Watched(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session,
-            without_peaks(),
-        ):
-            alone = cell.task.run(session, sample)
-        wrong = difference(alone, together, session.leads)
-        return together if wrong is None else ValueError(f"{sample.id}: {wrong}")
-    except Exception as fault:
-        return fault
-
-
-def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
-    """What the task says of one sample, run in a session of its own: nothing leaks from sample to sample."""
-    peaks = nullcontext() if shared is None else without_peaks()
-    with compress(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session, peaks:
-        return cell.task.run(session, sample)
-
-
-def row(cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decoding: str | None) -> dict[str, Any]:
-    """One line of `samples.jsonl`; `decoding` says how tokens came to be if the prefill was shared."""
-    if decoding is not None:
-        out = without_times(out)
-    out["text"] = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
-    scores = cell.task.score(sample, out)
-    if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
-        raise ValueError(f"task {cell.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
-    return {
-        "id": sample.id,
-        "source": cell.source,
-        "score": scores["score"],
-        "scores": scores,
-        "references": [list(turn.references) for turn in sample.turns],
-        "protocol": dict(sample.protocol) | {"decoding": decoding or "separate"},
-        "meta": dict(sample.meta),
-        "shared": decoding is not None,
-        "out": out,
-    }
-
-
-def without_times(out: dict[str, Any]) -> dict[str, Any]:
-    """What a run took when its prefill was another's says nothing: times and peaks become None."""
-    cleared = {key: None if key in TIMES else value for key, value in out.items()}
-    for moment in ("compressed", "end"):
-        report = out.get(moment)
-        if isinstance(report, dict):
-            cleared[moment] = {**report, "time": None}
-    return cleared
 
 
 def release() -> None:

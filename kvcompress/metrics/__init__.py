@@ -1,8 +1,8 @@
 """Metrics of published benchmarks: plain functions in `scores`, and the same as `evaluate` modules through `load`."""
 
-from kvcompress.metrics.scores import VERSIONS, score
+from kvcompress.metrics.scores import MISSES, VERSIONS, score
 
-__all__ = ["VERSIONS", "load", "score"]
+__all__ = ["MISSES", "VERSIONS", "load", "score"]
 
 
 def __getattr__(name: str) -> object:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 # what must be equal before results on different data sets are put side by side
-SETTING = ("sweep", "model", "dtype", "device", "seed", "protocol.question")
+SETTING = ("sweep", "model", "dtype", "device", "seed", "protocol.question", "protocol.turns")
 
 
 def suite(task: str) -> str | None:

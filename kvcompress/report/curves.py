@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from kvcompress.record import is_baseline
-from kvcompress.report.entries import Entry
+from kvcompress.report.entries import Entry, several
 from kvcompress.report.figure import plotting, save
 from kvcompress.report.foreign import points
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record, Series, rows, series, spread, unlimited
@@ -102,6 +102,8 @@ def about(group: Sequence[Record]) -> str:
     asked = [str(record[f"protocol.{key}"]) for key in ("haystack", "source", "texts") if record.get(f"protocol.{key}")]
     if record.get("protocol.question"):
         asked.append(f"question {record['protocol.question']}")
+    if several(record):
+        asked.append(str(several(record)))
     return ", ".join([str(record["task"]), *asked, f"{many} samples"])
 
 

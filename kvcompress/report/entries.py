@@ -104,6 +104,14 @@ def flags(record: dict[str, Any]) -> list[str]:
         found.append(f"clamped on {record['share_clamped']:.0%}")
     if record.get("protocol.truncated_share"):
         found.append(f"truncated {record['protocol.truncated_share']:.0%}")
+    if record.get("protocol.unfinished_share"):
+        found.append(f"thinking unfinished {record['protocol.unfinished_share']:.0%}")
     if record.get("protocol.hit_max_share"):
         found.append(f"hit-max {record['protocol.hit_max_share']:.0%}")
     return found
+
+
+def several(record: dict[str, Any]) -> str | None:
+    """How several questions on one context were asked, where there were several."""
+    count, turns = record.get("protocol.questions"), record.get("protocol.turns")
+    return None if turns in (None, "single") else f"{count} questions, {turns}"

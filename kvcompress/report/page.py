@@ -12,7 +12,7 @@ import base64
 import gzip
 import hashlib
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any
 
 from kvcompress.report import samples
 from kvcompress.report.command import Commands
-from kvcompress.report.entries import Entry, Loaded
-from kvcompress.report.page_data import build, samples_file
+from kvcompress.report.entries import Loaded
+from kvcompress.report.page_data import build
 from kvcompress.report.samples import plain
 
 CHARTS = "vendor/echarts-6.1.0.min.js.gz"
-SCRIPTS = ("core.js", "table.js", "plots.js", "charts.js", "viewer.js", "main.js")
+# in the order in which they run: the table stands before the charts' library is read
+SCRIPTS = ("core.js", "table.js", "viewer.js", "main.js", CHARTS, "plots.js", "charts.js", "start.js")
 
 
 @dataclass(frozen=True)
@@ -58,27 +59,21 @@ def write_page(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.parent / f"{path.stem}_samples"
-    data = build(found, foreign, path, commands or Commands())
+    writer = samples.Writer(folder)
+    data = build(found, foreign, path, commands or Commands(), writer.add)
+    writer.close()
     data["files"] = folder.name
     data["title"] = title or ", ".join(sorted({entry.sweep for entry in found.entries})) or "no records"
     for group in data["groups"]:
         group["prompts"] = samples.prompts_file(group["sweep"], group["pair"])
-    count = samples.write(folder, _runs(found.entries))
     path.write_text(render(data), encoding="utf-8", errors="replace")
-    return Written(path, folder, count)
-
-
-def _runs(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, list[dict[str, Any]]]]:
-    order = sorted(entries, key=lambda e: (e.sweep, str(e.record.get("protocol.pair")), e.record["run_id"]))
-    for entry in order:
-        record = {"sweep": entry.sweep, "run_id": entry.record["run_id"]}
-        yield samples_file(record), entry.sweep, str(entry.record.get("protocol.pair")), list(entry.rows().values())
+    return Written(path, folder, writer.count)
 
 
 def render(data: dict[str, Any]) -> str:
     """The page as text. Scripts are named by their hashes in its policy: no other script runs, nothing is fetched."""
     shapes = data.pop("shapes")
-    scripts = [asset(CHARTS), *(asset(name) for name in SCRIPTS)]
+    scripts = [asset(name) for name in SCRIPTS]
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     # 'self' is the samples of a page that a server gives, file: those of one opened from disk
     policy = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +25,7 @@ from kvcompress.report.table import title
 
 Record = dict[str, Any]
 POINTS = 64  # of a line along a generation
+DEPTHS = 24  # rows of a heat map
 PARTS = ("scorer", "allocator", "codec", "prefill", "reader", "schedule", "preset")
 # name in the page → key of a record
 NUMBERS = {
@@ -54,6 +56,8 @@ def protocol(record: Mapping[str, Any]) -> str:
     question = record.get("protocol.question")
     found = [f"question {question}" if question else None]
     found += [record.get(f"protocol.{key}") for key in ("haystack", "source", "texts")]
+    turns = record.get("protocol.turns")
+    found.append(None if turns in (None, "single") else f"{record.get('protocol.questions')} questions {turns}")
     found.append(f"template {record['protocol.template']}" if record.get("protocol.template") else None)
     return ", ".join(str(part) for part in found if part) or "–"
 
@@ -63,8 +67,18 @@ def samples_file(record: Mapping[str, Any]) -> str:
     return f"run-{digest([record.get('sweep'), record['run_id']])}.js"
 
 
-def build(found: Loaded, foreign: Sequence[Record], page: Path, commands: Commands) -> dict[str, Any]:
-    """The whole of the page's data: {"rows", "groups", "suites", "skipped", "shapes": one mapping per group}."""
+def build(
+    found: Loaded,
+    foreign: Sequence[Record],
+    page: Path,
+    commands: Commands,
+    visit: Callable[[str, str, str, list[Record]], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """The whole of the page's data: {"rows", "groups", "suites", "skipped", "shapes": one mapping per group}.
+
+    Args:
+        visit: called for each run with the name of its file, sweep, pair and samples, which are read once for all.
+    """
     rows = measured(found)
     entries = {id(row): entry for row, entry in zip(rows, found.entries, strict=True)}
     tables: dict[tuple[str, str], list[Record]] = {}
@@ -73,7 +87,10 @@ def build(found: Loaded, foreign: Sequence[Record], page: Path, commands: Comman
     shown: list[Record] = []
     groups: list[Record] = []
     shapes: list[Record] = []
+    asked = Counter(_place(members[0])[:-1] for members in tables.values())
     for (sweep, pair), members in sorted(tables.items(), key=lambda item: _place(item[1][0])):
+        # lengths, sample limits or prompt versions differ: rows that may not be compared must not look alike
+        name = protocol(members[0]) + (f", setting {pair[:6]}" if asked[_place(members[0])[:-1]] > 1 else "")
         number_of = len(groups)
         names = {id(record): one.name for one in series(members) for record in one.records}
         families = {id(record): one.family for one in series(members) for record in one.records}
@@ -84,10 +101,16 @@ def build(found: Loaded, foreign: Sequence[Record], page: Path, commands: Comman
         for row in members:
             entry = entries[id(row)]
             item = cells(row, page.parent, commands.line(entry.path.parent, row))
-            item |= {"g": number_of, "name": names.get(id(row)) or _name(row), "family": families.get(id(row), "")}
+            item |= {
+                "g": number_of,
+                "protocol": name,
+                "name": names.get(id(row)) or _name(row),
+                "family": families.get(id(row), ""),
+            }
+            samples = list(entry.rows().values())
+            visit(item["file"], sweep, pair, samples)
             if row["on_board"]:
-                # curves over positions come with the record, the rest from the samples
-                drawn[str(len(shown))] = shape(list(entry.rows().values()), row)
+                drawn[str(len(shown))] = shape(samples, row)
             shown.append(item)
         base = next((row for row in members if is_baseline(row)), None)
         groups.append(
@@ -96,7 +119,7 @@ def build(found: Loaded, foreign: Sequence[Record], page: Path, commands: Comman
                 "pair": pair,
                 "model": members[0]["model"],
                 "task": members[0]["task"],
-                "protocol": protocol(members[0]),
+                "protocol": name,
                 "metric": members[0].get("metric"),
                 "title": title(members[0]),
                 "baseline": None if base is None else base["run_id"],
@@ -179,7 +202,7 @@ def shape(rows: Sequence[Record], record: Mapping[str, Any]) -> dict[str, Any]:
     """What figures draw of one run: scores by length and depth, bytes along the generation, tokens kept per layer and
     head, divergence by position. Only what is there."""
     found: dict[str, Any] = {}
-    if map_ := grid(rows):
+    if map_ := grid(coarse(rows)):
         found["heat"] = [[length, depth, number(score, 4)] for (length, depth), score in sorted(map_.items())]
     outs = [row["out"] for row in rows if isinstance(row.get("out"), dict)]
     if held := along([line for out in outs if (line := held_by(out))]):
@@ -194,6 +217,16 @@ def shape(rows: Sequence[Record], record: Mapping[str, Any]) -> dict[str, Any]:
             [number(v, 4) for v in record["metrics.curve_kl"]],
         ]
     return found
+
+
+def coarse(rows: Sequence[Record]) -> Sequence[Record]:
+    """Samples with depths rounded to tenths where there are more of them than a heat map can show."""
+    depths = {(row.get("meta") or {}).get("depth") for row in rows} - {None}
+    if len(depths) <= DEPTHS:
+        return rows
+    metas = [row.get("meta") or {} for row in rows]
+    rounded = [m | {"depth": round(m["depth"], 1)} if m.get("depth") is not None else m for m in metas]
+    return [{"score": row["score"], "meta": meta} for row, meta in zip(rows, rounded, strict=True)]
 
 
 def held_by(out: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:

@@ -76,35 +76,39 @@ def plain(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def write(folder: Path, runs: Iterable[tuple[str, str, str, list[dict[str, Any]]]]) -> int:
-    """Write the files of runs (file name, sweep, pair, rows of samples.jsonl); the number of samples written.
+class Writer:
+    """Writes the files of runs into a folder, one setting after the other; what an earlier page left goes first.
 
-    Runs of one sweep and pair come one after the other. What an earlier page left in the folder is taken away.
+    Attributes:
+        count: samples written so far.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.js"):
-        if path.name.startswith(PREFIX):
-            path.unlink()
-    count = 0
-    group: tuple[str, str] | None = None
-    known: dict[str, dict[str, Any]] = {}
 
-    def close() -> None:
-        if group is not None:
-            name = prompts_file(*group)
-            (folder / name).write_text(script("KV.prompts", name, known), encoding="utf-8")
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+        self._group: tuple[str, str] | None = None
+        self._known: dict[str, dict[str, Any]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.js"):
+            if path.name.startswith(PREFIX):
+                path.unlink()
 
-    for file, sweep, pair, rows in runs:
-        if group != (sweep, pair):
-            close()
-            group, known = (sweep, pair), {}
+    def add(self, file: str, sweep: str, pair: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """The samples of one run; runs of one sweep and pair come one after the other."""
+        if self._group != (sweep, pair):
+            self.close()
+            self._group, self._known = (sweep, pair), {}
         answers = []
         for row in rows:
             asked, found = prompt(row), answer(row)
-            if known.setdefault(row["id"], asked).get("hash") != asked.get("hash"):
+            if self._known.setdefault(row["id"], asked).get("hash") != asked.get("hash"):
                 found["prompt"] = asked  # asked otherwise than the first run's
             answers.append(found)
-        count += len(answers)
-        (folder / file).write_text(script("KV.samples", file, answers), encoding="utf-8")
-    close()
-    return count
+        self.count += len(answers)
+        (self.folder / file).write_text(script("KV.samples", file, answers), encoding="utf-8")
+
+    def close(self) -> None:
+        """Write the prompts of the setting at hand."""
+        if self._group is not None:
+            name = prompts_file(*self._group)
+            (self.folder / name).write_text(script("KV.prompts", name, self._known), encoding="utf-8")
+            self._group = None

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcompress.report.entries import flags, ordered
+from kvcompress.report.entries import flags, ordered, several
 
 Record = dict[str, Any]
 MISSING = "–"
@@ -96,6 +96,7 @@ def title(record: Record) -> str:
         record.get("protocol.source"),
         record.get("protocol.texts"),
         f"question {question}" if question else None,
+        several(record),
         f"template {record['protocol.template']}" if record.get("protocol.template") else None,
         record.get("metric"),
         record.get("dtype"),

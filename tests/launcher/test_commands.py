@@ -7,6 +7,7 @@ import json
 import sys
 
 import pytest
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from rich.console import Console
 from sweeps import SHARED, SHORT, TOGETHER, cell, cells, left, sweep
@@ -57,25 +58,80 @@ def test_every_cell_has_its_folder_with_its_own_configuration(tmp_path):
     assert all(str(tmp_path) in path.read_text() for path in found)
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [(("method=snapkv", "budget=range(5,5)"), "no cell"), (("method=snapkv", "bugdet=0.5"), "bugdet")],
-    ids=["no cell", "no such key"],
-)
-def test_a_sweep_that_makes_no_sense_is_refused_before_work(tmp_path, monkeypatch, capfd, arguments, says):
+REFUSED = [
+    (["budget=range(5,5)"], "no cell"),
+    (["bugdet=0.5"], "did you mean budget?"),
+    (["metod=h2o,snapkv"], "did you mean method?"),
+    (["modle=random"], "did you mean model?"),
+    (["experiement=quick"], "did you mean experiment?"),
+    (["lengths=[300]"], "did you mean task.lengths?"),
+    (["task.lenghts=[300]"], "did you mean task.lengths?"),
+    (["method.windw=8"], "no setting of SnapKV; did you mean method.window?"),
+    (["hydra.launcher.memroy=1"], "did you mean hydra.launcher.memory?"),
+    (["hydra/launcher=shred"], "did you mean shared?"),
+    (["budget=25%"], "such as budget=0.25"),
+    (["budget=0.5,much"], "budget=much: a budget is a share"),
+    (["budget=range(1,2"], "cannot be read"),
+    (["budget=[0.5,0.25]"], "such as budget=0.25"),
+    (["method.window=[8,16]"], "-m method.window=8,16"),
+    (["method=[h2o,snapkv]"], "-m method=h2o,snapkv"),
+    (["task.lengths=300"], "task.lengths=[300]"),
+    (["seed=1.5"], "could not be converted to Integer"),
+    (["allocator.floor=2"], "allocator=NAME"),
+    (["allocator=null,ada"], "write allocator=own"),
+    (["+budget=0.5"], "leave the + out"),
+    (["~metod"], "'metod' does not exist"),
+    (["budget"], "key=value"),
+    (["paths.results=a(b"], "quote it twice"),
+    (["hydra.launcher.memory=0"], "GiB above 0"),
+    (["hydra.launcher.engine=slurm"], "joblib, submitit, ray"),
+]
+
+
+@pytest.mark.parametrize("arguments, says", REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_a_command_line_that_makes_no_sense_is_refused_in_one_line_before_work(
+    tmp_path, monkeypatch, capfd, arguments, says
+):
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(SystemExit) as ended:
-        command(tmp_path, *arguments)
-    assert ended.value.code == 1 and says in capfd.readouterr().err
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert command(tmp_path, "method=snapkv", *arguments) == 2
+    printed = capfd.readouterr().err.strip()
+    assert says in printed and printed.count("\n") == 0
     assert not list(tmp_path.rglob("record.json"))
 
 
-def test_choosing_nothing_and_a_folder_that_cannot_be_are_said_without_a_traceback(tmp_path, capfd):
+def test_several_values_without_m_say_how_to_sweep(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert main([*SHORT, "budget=0.5,0.25"]) == 2
+    assert "with -m they are a sweep" in capfd.readouterr().err
+
+
+def test_who_asks_for_tracebacks_gets_what_hydra_raises(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(HydraException):
+        command(tmp_path, "bugdet=0.5")
+
+
+def test_a_flag_may_stand_among_the_overrides(tmp_path):
+    assert main([*SHORT, f"paths.results={tmp_path}", "limit=1", "method=snapkv", "-m", "budget=0.5,0.2"]) == 0
+    assert len(left(tmp_path)) == 2
+
+
+def test_a_sweep_may_name_the_methods_own_part_beside_others(tmp_path):
+    assert command(tmp_path, "method=snapkv", "budget=0.5", "allocator=own,ada") == 0
+    records = [record.read_record(path) for path in tmp_path.glob("test/*/record.json")]
+    assert sorted(found["parts.allocator"] for found in records) == ["ada", "uniform"]
+    (alone,) = [o for o in sweep([cell(tmp_path, "method=snapkv", "budget=0.5", "limit=1")])[0]]
+    assert alone.status == "done", "own is what is there when nothing is said"
+
+
+def test_a_folder_that_cannot_be_is_said_without_a_traceback(tmp_path, capfd):
     (tmp_path / "file").write_text("in the way")
-    for argument, says in (("allocator=ada,null", "leave allocator out"), ("", "cannot write to")):
-        assert command(tmp_path / "file" / "sub", "method=snapkv", *([argument] if argument else [])) == 2
-        printed = capfd.readouterr().err
-        assert says in printed.replace("\n", " ") and "Traceback" not in printed
+    assert command(tmp_path / "file" / "sub", "method=snapkv") == 2
+    printed = capfd.readouterr().err
+    assert "cannot write to" in printed.replace("\n", " ") and "Traceback" not in printed
+    assert main([*SHORT, "method=snapkv", "paths.results=/proc"]) == 2
+    assert "cannot write to paths.results=/proc" in capfd.readouterr().err
 
 
 def test_a_dry_run_of_a_model_that_cannot_be_loaded_says_so(tmp_path, capfd):
@@ -85,12 +141,35 @@ def test_a_dry_run_of_a_model_that_cannot_be_loaded_says_so(tmp_path, capfd):
     assert printed.count("failed: ") == 2 and "Traceback" not in printed
 
 
-def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, capfd):
+def test_the_plan_of_a_dry_run_fits_eighty_columns(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "80")
+    budgets = ",".join(str(round(0.05 * i, 2)) for i in range(1, 20))
+    assert command(tmp_path, "method=snapkv,tova,adakv,keydiff", f"budget={budgets}", "seed=0,1", "dry=true") == 0
+    printed = capfd.readouterr().err.splitlines()
+    assert max(map(len, printed)) <= 80 and len(printed) < 40
+    sums = next(line.split() for line in printed if line.split()[:1] == ["all"])
+    assert sums[1:3] == ["152", "152"]
+
+
+def test_a_dry_run_of_cells_that_run_one_by_one_is_one_plan(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2", "dry=true", "hydra/launcher=basic") == 0
+    printed = capfd.readouterr().err
+    assert "1: random/llama · needle · seed 0 · 4 alone: snapkv 0.5, 0.2; tova 0.5, 0.2" in printed
+    assert printed.count("cell by cell") == 1
+    found = config.with_launcher(["-m", "experiment=demo", "dry=true"], config.folder())
+    assert found[-2:] == ["hydra/launcher=shared", "hydra.launcher.share=false"]
+
+
+def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "200")
     assert command(tmp_path, "method=snapkv,tova", "budget=0.5,0.2", "dry=true") == 0
     printed = capfd.readouterr().err
     assert "4 cells share each prefill" in printed and "cell by cell" in printed
-    numbers = [line.split() for line in printed.splitlines() if "random" in line and "needle" in line][-1]
-    assert "3" in numbers, "of four prefills three are saved"
+    assert "1: random/llama · needle · seed 0 · 4 cells share each prefill: snapkv 0.5, 0.2; tova 0.5, 0.2" in printed
+    head, numbers = (line.split() for line in printed.splitlines()[1:3])
+    assert head[-5:-3] == ["saved", "prompt"]
+    assert numbers[:5] == ["1", "4", "4", "1", "3"], "of four prefills three are saved"
     assert not list(tmp_path.rglob("record.json")) and not list(tmp_path.rglob("sweep.json"))
 
 
@@ -122,6 +201,17 @@ def test_status_of_a_finished_sweep_is_0_and_of_no_sweep_2(tmp_path, capsys):
     assert show(tmp_path, console) == 2 and "no sweep lies here" in console.file.getvalue()
 
 
+def test_status_is_sorted_by_method_and_budget_and_shows_scores(tmp_path, capsys):
+    sweep(cells(tmp_path, "snapkv,knorm", "64,0.2,0.5", "limit=1"))
+    assert main([f"status={tmp_path / 'test'}"]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert " ".join(printed[0]) == "model random/llama, seed 0" and printed[1][4] == "score"
+    rows = [line[1:3] for line in printed if line[0] == "ok"]
+    assert rows == [[method, budget] for method in ("knorm", "snapkv") for budget in ("0.5", "0.2", "64")]
+    scores = {line[4] for line in printed if line[0] == "ok"}
+    assert scores <= {"0", "1"}
+
+
 @pytest.mark.parametrize("cells", [{"q": None}, ["q"], None])
 def test_a_table_of_cells_that_is_none_is_named(tmp_path, cells):
     (tmp_path / "sweep.json").write_text(json.dumps({"layout": 1, "cells": cells}))
@@ -149,6 +239,27 @@ def test_cells_decode_together_by_default_and_the_record_says_so(tmp_path):
         for path in (tmp_path / "together").glob("test/*/record.json")
     }
     assert said == dict.fromkeys(("full", "snapkv", "knorm", "adakv"), "together") | {"tova": "separate"}
+
+
+def whys(folder):
+    """By method why its cells decode separately, as their records say."""
+    records = [record.read_record(path) for path in folder.glob("test/*/record.json")]
+    return {found["method"]: found["protocol.decoding_why"] for found in records}
+
+
+def test_why_a_cell_decodes_separately_is_said_and_in_its_record(tmp_path):
+    _, text = sweep(cells(tmp_path, "snapkv,knorm,tova", "0.5,0.2", "limit=1"), TOGETHER)
+    assert whys(tmp_path) == {"snapkv": None, "knorm": None, "tova": "it evicts while decoding"}
+    assert text.count("it evicts while decoding: tova 0.5, 0.2 · needle decode separately") == 1
+    _, text = sweep(cells(tmp_path / "sliding", "snapkv,knorm", "0.5", "limit=1", "model=random/gemma3_text"), TOGETHER)
+    assert "the model has sliding-window layers" in text
+    assert all("sliding-window layers" in why for why in whys(tmp_path / "sliding").values())
+    sweep(cells(tmp_path / "off", "snapkv,knorm", "0.5", "limit=1"), SHARED)
+    assert set(whys(tmp_path / "off").values()) == {"decoding together is switched off"}
+    sweep(cells(tmp_path / "two", "snapkv,tova", "0.5", "limit=1"), TOGETHER)
+    assert whys(tmp_path / "two")["snapkv"] == "no other cell of its prefill can join it"
+    sweep(cells(tmp_path / "alone", "snapkv", "0.5", "limit=1", "prefill=chunked"), TOGETHER)
+    assert whys(tmp_path / "alone") == {"snapkv": "prefill=chunked is its own"}
 
 
 def test_a_fault_in_one_of_the_cells_that_decode_together_ends_that_cell(tmp_path, monkeypatch):
@@ -206,19 +317,6 @@ def test_tokens_may_differ_from_a_close_call_on(found, leads, wrong):
     together = {"tokens": [found], "finished": ["length" if len(found) == 3 else "stop"]}
     said = difference(alone, together, [leads])
     assert said is None if wrong is None else wrong in said
-
-
-def test_cells_take_turns_where_memory_is_limited(tmp_path, monkeypatch):
-    made, stock = [], work.decode_together
-    monkeypatch.setattr(work, "decode_together", lambda *a: made.append(len(a[1])) or stock(*a))
-    configs = cells(tmp_path / "free", "snapkv,knorm,random", "0.5,0.25")
-    sweep(configs, TOGETHER)
-    assert made == [6, 6]
-    made.clear()
-    full = record.read_record(next((tmp_path / "free").glob("test/*/record.json")))["kv.bytes_full"]
-    sweep(cells(tmp_path / "tight", "snapkv,knorm,random", "0.5,0.25"), Options(memory=int(3.2 * full)))
-    assert len(made) > 2 and sum(made) == 12 and max(made) < 6
-    assert left(tmp_path / "free") == left(tmp_path / "tight")
 
 
 PRESETS = config.options("experiment", config.folder())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 from sweeps import SHORT, Runner, cell, cells, forked, left, sweep
@@ -66,15 +67,36 @@ def test_groups_that_are_finished_are_no_jobs(tmp_path):
     assert handed == [[1]] and [outcome.status for outcome in outcomes] == ["done", "ok"]
 
 
-def kill_myself(part, options):
-    os.kill(os.getpid(), signal.SIGKILL)
+def ends_badly(part, options):
+    """A job that is killed, ends itself, or is done, as its only override says."""
+    (how,) = part[0]
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exits":
+        raise SystemExit("enough")
+    return []
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_reported(tmp_path):
+def test_a_worker_that_is_killed_takes_no_other_group_with_it():
     pytest.importorskip("joblib")
-    ended = dict(engines.on_joblib(kill_myself, [[["a"]], [["b"]]], Options(), 2, {}))
-    assert set(ended) == {0, 1} and all(isinstance(result, BaseException) for result in ended.values())
+    parts = [[[how]] for how in ("fine", "exits", "killed", "fine", "fine")]
+    ended = dict(engines.on_joblib(ends_badly, parts, Options(), 2, {}))
+    assert [ended[number] for number in (0, 3, 4)] == [[], [], []]
+    assert "SystemExit: enough" in str(ended[1]) and type(ended[2]).__name__ == "TerminatedWorkerError"
+
+
+@pytest.mark.slow
+def test_ray_gives_each_job_a_gpu_of_its_own_where_there_are_any():
+    pytest.importorskip("ray")
+
+    def which_gpu(part, options):  # in here, so that it travels by its code: Ray's workers do not see the tests
+        time.sleep(1.0)
+        return [os.environ.get("CUDA_VISIBLE_DEVICES")]
+
+    settings = {"num_gpus": 2, "include_dashboard": False}  # said to be there
+    ended = dict(engines.on_ray(which_gpu, [[["a"]], [["b"]]], Options(), 2, settings))
+    assert sorted(ended[0] + ended[1]) == ["0", "1"]
 
 
 def worker(folder, ready):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -55,6 +56,32 @@ def test_a_fault_ends_its_own_cells_and_the_others_of_the_group_finish(tmp_path,
     assert summary(outcomes, Console(stderr=True, width=200)) == 1
     printed = capsys.readouterr().err
     assert printed.count(f"{status}: tova budget") == 2 and type(fault).__name__ in printed
+
+
+def run_out_of_memory(folder, results):
+    """What a forked process does: its address space ends a little above what it has, and one method wants more."""
+    have = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (have + (1 << 30), resource.RLIM_INFINITY))
+    scorer = type(TOVA(budget=0.5).make_scorer())
+    stock = scorer.score
+
+    def greedy(self, *arguments):
+        torch.zeros(1 << 29)  # 2 GiB
+        return stock(self, *arguments)
+
+    scorer.score = greedy
+    outcomes, _ = sweep(cells(folder, "full,tova,snapkv", "0.5,0.2", "limit=1"), Options())
+    code = summary(outcomes, Console(file=io.StringIO()))
+    results.write_text(json.dumps([code, [[o.method, o.status, o.note] for o in outcomes]]))
+
+
+def test_a_cell_that_runs_out_of_memory_for_real_is_marked_and_the_others_finish(tmp_path):
+    process = forked(run_out_of_memory, tmp_path, tmp_path / "results")
+    process.join()
+    code, outcomes = json.loads((tmp_path / "results").read_text())
+    found = {method: {status for name, status, _ in outcomes if name == method} for method, *_ in outcomes}
+    assert code == 1 and found == {"full": {"ok", "same"}, "tova": {"oom"}, "snapkv": {"ok"}}
+    assert all("memory" in note for name, _, note in outcomes if name == "tova")
 
 
 def test_a_method_that_has_no_data_for_the_model_ends_alone(tmp_path, monkeypatch):
@@ -223,6 +250,16 @@ def test_killed_at_any_moment_a_sweep_ends_with_what_an_undisturbed_one_leaves(t
     assert sorted(p.name for p in (tmp_path / "cut" / "test").rglob("*") if p.is_file()) == sorted(
         p.name for p in (tmp_path / "calm" / "test").rglob("*") if p.is_file()
     )
+
+
+def test_what_a_killed_process_was_about_to_write_is_taken_away(tmp_path):
+    sweep(cells(tmp_path, "snapkv", "0.5", "limit=1"))
+    (done,) = (tmp_path / "test").glob("*/record.json")
+    halves = [tmp_path / "test" / ".sweep.json.17.tmp", done.with_name(".record.json.17.tmp")]
+    for half in halves:
+        half.write_text('{"layout"')
+    (outcome,) = sweep(cells(tmp_path, "snapkv", "0.5", "limit=1"))[0]
+    assert outcome.status == "done" and not any(half.exists() for half in halves)
 
 
 @pytest.mark.slow

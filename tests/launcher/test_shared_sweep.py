@@ -68,7 +68,7 @@ def test_times_and_peaks_of_shared_cells_are_null_and_those_of_cells_alone_are_n
         assert shared["protocol.shared"] is True and all(shared[key] is None for key in timed)
     alone = by_title["snapkv", "chunked"]
     assert alone["protocol.shared"] is False and all(alone[key] is not None for key in timed)
-    assert "prefill=chunked is its own: SnapKV 1.0 · needle runs alone" in text
+    assert "prefill=chunked is its own: snapkv 1.0 · needle runs alone" in text
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ KV.charts = (() => {
   const floor = (v) => (measure().log ? Math.max(v, 1e-6) : v);
   const others = () => data.rows.filter((r) => r.origin !== "measured" && r.task === data.groups[state.group].task && known(r.score) && r.score <= 1);
 
-  const describe = (row) => [KV.title(row), `${measure().label}: ${measure().format(row[measure().key])}`,
+  const describe = (row) => [KV.title(row), row.origin !== "measured" && `${row.origin}, not measured here: ${[row.model, row.source].filter(Boolean).join(", ")}`, `${measure().label}: ${measure().format(row[measure().key])}`,
     !measure().log && known(row.lo) && `95% interval ${row.lo.toFixed(2)} to ${row.hi.toFixed(2)}`,
     !row.base && known(row.delta) && `Δ full ${KV.signed(row.delta)}${row.sig ? " (significant)" : ""}`,
     known(row.ratio) && `bytes held ${KV.share(row.ratio)}${row.share ? `, asked ${KV.share(row.budget, 0)}` : ""}`,

@@ -1,4 +1,4 @@
-/* Puts the page together. */
+/* The page but for its figures. */
 "use strict";
 (() => {
   const { data, get, el, unique } = KV;
@@ -25,9 +25,7 @@
   KV.theme.show();
   KV.viewer.start();
   KV.table.start();
-  KV.charts.start();
   document.addEventListener("keydown", (event) => {
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && !get("viewer").open) { event.preventDefault(); get("search").focus(); }
   });
-  document.documentElement.dataset.ready = "true";
 })();

@@ -78,7 +78,7 @@
     });
     return el("figure", { class: "strip" }, el("figcaption", { text: `kept by ${KV.title(run)}` }),
       el("div", { class: "band" }, canvas, marks),
-      el("div", { class: "ends muted" }, el("span", { text: "start of the prompt" }), marks.length > 0 && el("span", { text: "▲ needle" }),
+      el("div", { class: "ends muted" }, el("span", { text: "start of the prompt" }), marks.length > 0 && el("span", { class: "key", text: "orange: needle" }),
         el("span", { text: `end${item.prompt.tokens ? `, ${item.prompt.tokens} tokens` : ""}` })));
   };
   const output = (sample, run) => {
