@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import yaml
 
@@ -174,7 +174,7 @@ def _kvpress(folder: Path, metrics: Any) -> list[Row]:
     counts, ratios = predictions(folder / "predictions.csv")
     budget, notes = _kept(config, ratios)
     suite, part = config["dataset"].replace("-", "_"), config.get("data_dir")
-    tokens = int(part) if str(part or "").isdigit() else None
+    tokens = int(str(part)) if str(part or "").isdigit() else None
     kwargs = config.get("model_kwargs") or {}
     dtype = str(kwargs.get("dtype") or kwargs.get("torch_dtype") or "auto").removeprefix("torch.")
     common: Row = {
@@ -388,7 +388,7 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
