@@ -64,6 +64,9 @@ KINDS: dict[str, Any] = {
     "budget": (int, float),
     "n_samples": int,
 }
+# what boards reckon with, by the start of its name: a number or null; parts and protocols are names
+NUMBERS = ("kv.", "time.", "memory.", "share_", "delta_", "score_", "protocol.truncated_", "protocol.hit_max_")
+NAMES = ("protocol.pair", "kv.storage", "metric", "dtype", "device")
 
 
 def canonical(value: Any) -> Any:
@@ -133,13 +136,17 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(record, dict) or not record.get("run_id") or record.get("status") not in STATUSES:
         raise ValueError(f"{path}: not a record (no run_id, or status not one of {', '.join(STATUSES)})")
     for key, kinds in KINDS.items():
         value = record.get(key)
         if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ValueError(f"{path}: not a record ({key} is {value!r})")
+    for key, value in record.items():
+        kinds = str if key in NAMES or key.startswith("parts.") else (int, float) if key.startswith(NUMBERS) else object
+        if value is not None and not isinstance(value, kinds):
             raise ValueError(f"{path}: not a record ({key} is {value!r})")
     score = record.get("score")
     if record["status"] in FINISHED and not (isinstance(score, (int, float)) and math.isfinite(score)):
@@ -221,15 +228,20 @@ def clear_left(sweep: Path) -> None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a `samples.jsonl` with id and score; damaged ones are left out."""
+    """Whole lines of a `samples.jsonl` with id and finite score; damaged ones are left out."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("id"), str) and isinstance(row.get("score"), (int, float)):
+        if not isinstance(row, dict) or not isinstance(row.get("id"), str):
+            continue
+        out, score = row.get("out"), row.get("score")
+        moments = [out.get(moment) for moment in ("compressed", "end")] if isinstance(out, dict) else []
+        whole = out is None or (isinstance(out, dict) and all(one is None or isinstance(one, dict) for one in moments))
+        if whole and isinstance(score, (int, float)) and math.isfinite(score):
             yield row
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 
 import pytest
 from rich.console import Console
@@ -139,3 +140,35 @@ def test_a_table_shows_divergence_where_it_was_measured_and_no_times_where_there
     text = markdown(found.groups())
     assert "| KL | perplexity |" in text and "in nats" in text
     assert "KL" not in markdown([[entry.record for entry in found.entries if entry.record["method"] == "older"]])
+
+
+def test_a_record_with_a_value_of_the_wrong_kind_is_skipped_and_listed(tmp_path):
+    bad = {"kv.ratio": "x", "time.ttft_s": "x", "parts.codec": [], "share_clamped": {}}
+    for number, (key, value) in enumerate(bad.items()):
+        make(tmp_path, f"m{number}", 0.5, 1.0, **{key: value})
+    (tmp_path / "board" / "deep").mkdir()
+    (tmp_path / "board" / "deep" / "record.json").write_text("[" * 100_000)
+    found = load([tmp_path])
+    assert not found.entries and len(found.damaged) == len(bad) + 1
+    assert all(any(key in text for text in found.damaged) for key in bad)
+
+
+def test_rows_whose_parts_are_of_the_wrong_kind_are_left_out(tmp_path):
+    rows = [
+        {"id": "a", "score": 1.0, "out": {"compressed": {}}},
+        {"id": "b", "score": float("nan")},
+        {"id": "c", "score": 1, "out": "x"},
+        {"id": "d", "score": 1, "out": {"end": "x"}},
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["id"] for row in record.read_rows(tmp_path / "samples.jsonl")] == ["a"]
+
+
+def test_sweeps_of_one_name_in_two_folders_are_kept_apart(tmp_path):
+    for place, score in (("a", 0.0), ("b", 1.0)):
+        make(tmp_path / place, "full", 1.0, score, scorer="none")
+    make(tmp_path / "a", "good", 0.5, 0.0)
+    found = load([tmp_path])
+    assert {entry.sweep for entry in found.entries} == {"a/board", "b/board"} and len(found.groups()) == 2
+    assert [entry.record["delta_full"] for entry in found.entries if entry.record["method"] == "good"] == [0.0]
+    assert {entry.sweep for entry in load([tmp_path / "a"]).entries} == {"board"}

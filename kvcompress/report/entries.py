@@ -18,10 +18,16 @@ class Entry:
 
     record: dict[str, Any]
     path: Path
+    label: str = ""  # of the sweep, where another folder has the same name
 
     @property
     def sweep(self) -> str:
-        return self.path.parent.parent.name
+        return self.label or self.path.parent.parent.name
+
+    @property
+    def table(self) -> tuple[str, Any]:
+        """What runs are compared within: sweep and `protocol.pair`."""
+        return self.sweep, self.record.get("protocol.pair")
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Finished samples by id, read again each time: many runs would not fit into memory."""
@@ -44,7 +50,7 @@ class Loaded:
         """Records that may be compared, the uncompressed baseline first, then by method and falling budget."""
         found: dict[tuple[str, Any], list[dict[str, Any]]] = {}
         for entry in self.entries:
-            found.setdefault((entry.sweep, entry.record.get("protocol.pair")), []).append(entry.record)
+            found.setdefault(entry.table, []).append(entry.record)
         return [ordered(group) for _, group in sorted(found.items(), key=lambda item: str(item[0]))]
 
 
@@ -73,9 +79,10 @@ def gather(paths: Iterable[Path]) -> Loaded:
             found.entries.append(Entry(read_record(file), file))
         except ValueError as error:
             found.damaged.append(str(error))
+    tell_apart(found.entries)
     bases = baselines(found.entries)
     for entry in found.entries:
-        base = bases.get((entry.sweep, entry.record.get("protocol.pair")))
+        base = bases.get(entry.table)
         if base is None or entry.record["status"] not in FINISHED:
             continue
         deltas = stats.paired(entry.scores, base.scores)
@@ -86,9 +93,24 @@ def gather(paths: Iterable[Path]) -> Loaded:
     return found
 
 
+def tell_apart(entries: Iterable[Entry]) -> None:
+    """Sweeps in different folders that have the same name get as much of their path as tells them apart."""
+    named: dict[str, dict[Path, list[Entry]]] = {}
+    for entry in entries:
+        folder = entry.path.parent.parent.resolve()
+        named.setdefault(folder.name, {}).setdefault(folder, []).append(entry)
+    for folders in named.values():
+        parts = 1
+        while len({folder.parts[-parts:] for folder in folders}) < len(folders):
+            parts += 1
+        for folder, members in folders.items() if parts > 1 else ():
+            for entry in members:
+                entry.label = "/".join(folder.parts[-parts:])
+
+
 def baselines(entries: Iterable[Entry]) -> dict[tuple[str, Any], Entry]:
-    """The uncompressed run of each sweep and `protocol.pair`."""
-    return {(e.sweep, e.record.get("protocol.pair")): e for e in entries if is_baseline(e.record)}
+    """The uncompressed run of each table."""
+    return {e.table: e for e in entries if is_baseline(e.record)}
 
 
 def flags(record: dict[str, Any]) -> list[str]:

@@ -128,8 +128,7 @@ def weigh(entries: Sequence[Entry]) -> None:
             continue
         interval = stats.score_interval(list(entry.scores.values()))
         record["score_low"], record["score_high"] = interval.low, interval.high
-        key = (entry.sweep, record.get("protocol.pair"))
-        base = bases.get(key)
+        base = bases.get(entry.table)
         if base is None or base is entry:
             continue
         found = stats.difference(stats.paired(entry.scores, base.scores))
@@ -137,7 +136,7 @@ def weigh(entries: Sequence[Entry]) -> None:
             continue
         record["baseline"], record["delta_full"], record["delta_n"] = base.record["run_id"], found.mean, found.n
         record["delta_stderr"], record["delta_low"], record["delta_high"] = found.stderr, found.low, found.high
-        tables.setdefault(key, []).append((record, found))
+        tables.setdefault(entry.table, []).append((record, found))
     for compared in tables.values():
         corrected = stats.holm([found.p for _, found in compared])
         for (record, found), p in zip(compared, corrected, strict=True):

@@ -66,9 +66,10 @@ DRIFT: tuple[tuple[str, Callable[[Record], str]], ...] = (
 )
 LEGEND = (
     "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
-    "values and positions after compression, as a share of what the full cache holds · TTFT includes compression, TPOT "
-    "is per decoded token, both medians"
+    "values and positions after compression, as a share of what the full cache holds"
 )
+TIMES_LEGEND = " · TTFT includes compression, TPOT is per decoded token, both medians"
+NO_TIMES_LEGEND = " · no times: prefills were shared (hydra/launcher=basic measures each cell)"
 DRIFT_LEGEND = (
     " · KL: mean divergence of the next-token distribution from the full cache's, in nats · perplexity: as a multiple of "
     "the full cache's"
@@ -76,7 +77,11 @@ DRIFT_LEGEND = (
 
 
 def legend(records: Iterable[Record]) -> str:
-    return LEGEND + (DRIFT_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
+    records = list(records)
+    timed = any(record.get("time.ttft_s") is not None for record in records)
+    shared = any(record.get("protocol.shared") for record in records)
+    text = LEGEND + (TIMES_LEGEND if timed else NO_TIMES_LEGEND if shared else "")
+    return text + (DRIFT_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
 
 
 def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:

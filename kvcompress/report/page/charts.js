@@ -121,7 +121,7 @@ KV.charts = (() => {
       if (x.key === "ratio" && !m.log) series.push({ name: "others", type: "scatter", symbolSize: 5, itemStyle: { color: KV.colour("muted"), opacity: 0.45 },
         data: others().filter((r) => known(r.ratio) || r.share).map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })) });
       return { plot: { grid: { left: narrow() ? 50 : 64, right: narrow() ? 18 : 120, top: 16, bottom: 48 },
-        xAxis: axis({ type: "value", scale: x.key === "tpot", name: x.label, nameGap: 28, max: x.key === "ratio" ? (v) => Math.max(1, Math.ceil(20 * v.max - 0.2) / 20) : null,
+        xAxis: axis({ type: "value", scale: x.key === "tpot", name: x.label, nameGap: 28, max: x.key === "ratio" ? (v) => Math.max(1, Math.ceil(20 * v.max) / 20) : null,
           axisLabel: { formatter: x.tick } }), yAxis: yAxis(), series,
         tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip(describe(p.data.row)) } },
         numbers: plainTable(best.map((p) => p.row), x), caption: "The front" };
