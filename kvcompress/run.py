@@ -140,6 +140,8 @@ class Runner:
             before = [(o.folder, o.record) for o in mine if o.folder is not None]
             done = [o.folder for o in mine if o.folder is not None and o.status == "done"]
             tracking.finish(settings, sweep, before, done)
+            if mine and (kept := tracking.place(settings)):
+                self.console.print(kept, highlight=False, markup=False, soft_wrap=True)
 
     def _explain(self, groups: Sequence[Group]) -> None:
         """Say which cells share, and which run alone and why."""

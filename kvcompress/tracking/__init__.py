@@ -54,6 +54,15 @@ def wanted(settings: Any) -> bool:
     return settings.name != "none" and settings.mode != "disabled" and settings.name not in _given_up
 
 
+def place(settings: Any) -> str | None:
+    """Where offline files of wandb lie and how they are sent; None where nothing waits on disk."""
+    mode = os.environ.get("WANDB_MODE", settings.mode)
+    if settings.name != "wandb" or mode != "offline" or not wanted(settings) or by_agent():
+        return None
+    folder = Path(settings.dir or os.environ.get("WANDB_DIR") or ".").resolve() / "wandb"
+    return f"wandb's offline runs are in {folder}; wandb sync '{folder}'/offline-run-* uploads them"
+
+
 def by_agent() -> bool:
     """True in a process that a wandb sweep agent started: the run is the agent's, with its id."""
     return bool(os.environ.get("WANDB_SWEEP_ID"))

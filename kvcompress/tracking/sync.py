@@ -53,5 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = f" in {options.mode} mode" if options.logger == "wandb" else ""
     text = f"{options.logger}{place}: {sent} of {len(found.entries)} runs"
     notes.print(text if options.no_board else f"{text}, {boards} of {len(sweeps)} leaderboards", highlight=False)
+    if sent and (kept := tracking.place(settings)):
+        notes.print(kept, highlight=False, markup=False, soft_wrap=True)
     complete = sent == len(found.entries) and (options.no_board or boards == len(sweeps))
     return 0 if complete else 1
