@@ -226,8 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `status=results/<sweep>` shows what there is of a sweep instead.
 
-    0 all cells finished (now or before), 1 a cell failed or none is legal, 2 the command line is refused (an unknown
-    name or key, a value that does not fit, no cell at all, a results folder that cannot be one), 130 interrupted.
+    0 all cells finished (now or before), 1 a cell failed or its values are refused, 2 the command line is refused (an
+    unknown name or key, text where a number belongs, no cell at all, no such results folder), 130 interrupted.
     """
     import hydra
     from transformers.utils import logging as transformers_logging
