@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcompress.method import Method
-from kvcompress.task import Sample, Task, merged
+from kvcompress.task import TIMES, Sample, Task, merged
 
 ORDERS = ("single", "independent")
 
@@ -112,7 +112,7 @@ def run(session: Any, samples: Sequence[Sample]) -> list[dict[str, Any]]:
             "finished": [answer.finished[row] for answer in answers],
             "compressed": {**compressed[row], "time": None},
             "end": {**merged([turn[row] for turn in ends]), "time": None},
-            **dict.fromkeys(("ttft_s", "prefill_s", "compress_s", "tpot_s", "prefill_peak", "decode_peak")),
+            **dict.fromkeys(TIMES),
         }
         for row in rows
     ]

@@ -25,6 +25,10 @@ TURNS = {
 }
 
 
+# what of `Task.run` says nothing where a run shared its prefill or its batch with others
+TIMES = ("ttft_s", "prefill_s", "compress_s", "tpot_s", "prefill_peak", "decode_peak")
+
+
 @dataclass(frozen=True)
 class Turn:
     """One question and what may answer it.

@@ -198,7 +198,10 @@ def test_scores_are_kept_by_turn(rows):
         ('{"context": "x", "questions": ["Who?"]}', "line 1, question 1: a JSON object is needed, found str"),
         ('{"context": "x", "questions": [{"answer": "y"}]}', "question 1: question .* must be text, found None"),
         ('{"context": "x", "questions": [{"input": "Who?"}]}', "question 1: answers .* found None"),
-        ('{"context": "x", "questions": [{"input": "Who?", "answer": {"a": 1}}]}', "answers .* must be text or a number"),
+        (
+            '{"context": "x", "questions": [{"input": "Who?", "answer": {"a": 1}}]}',
+            "answers .* must be text or a number",
+        ),
         ("{broken", "line 1: no JSON"),
     ],
 )

@@ -16,10 +16,8 @@ from kvcompress.measure import without_peaks
 from kvcompress.method import Method
 from kvcompress.session import compress
 from kvcompress.shared import SharedPrefill
-from kvcompress.task import Sample, Task
+from kvcompress.task import TIMES, Sample, Task
 from kvcompress.together import cannot_join
-
-TIMES = ("ttft_s", "prefill_s", "compress_s", "tpot_s", "prefill_peak", "decode_peak")
 
 
 @dataclass

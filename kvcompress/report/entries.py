@@ -21,8 +21,13 @@ class Entry:
     label: str = ""  # of the sweep, where another folder has the same name
 
     @property
+    def folder(self) -> Path:
+        """The sweep's."""
+        return self.path.parent.parent
+
+    @property
     def sweep(self) -> str:
-        return self.label or self.path.parent.parent.name
+        return self.label or self.folder.name
 
     @property
     def table(self) -> tuple[str, Any]:
@@ -97,7 +102,7 @@ def tell_apart(entries: Iterable[Entry]) -> None:
     """Sweeps in different folders that have the same name get as much of their path as tells them apart."""
     named: dict[str, dict[Path, list[Entry]]] = {}
     for entry in entries:
-        folder = entry.path.parent.parent.resolve()
+        folder = entry.folder.resolve()
         named.setdefault(folder.name, {}).setdefault(folder, []).append(entry)
     for folders in named.values():
         parts = 1

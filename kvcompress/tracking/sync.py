@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes.print(f"no records under {places}: make some with scripts/run.py", style="red", markup=False)
         return 1
     sent = boards = 0
-    sweeps = list(dict.fromkeys(entry.path.parent.parent for entry in found.entries))
+    sweeps = list(dict.fromkeys(entry.folder for entry in found.entries))
     for entry in found.entries:
         sent += tracking.log(settings, entry.path.parent)
     for sweep in [] if options.no_board else sweeps:
