@@ -165,18 +165,22 @@ def _decode(
     if not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None
     wants = compressor.wants_probabilities or not features.plain
-    if isinstance(store, RaggedStore) and features.window is None and layer.holder().rotations is None:
+    in_lanes = layer.holder().rotations is None and (layer.holder().codec.in_lanes or not layer.sealed)
+    if isinstance(store, RaggedStore) and features.window is None and in_lanes:
         return _decode_lanes(store, layer, q, forward, features, compressor)
     compressor.kernel("blockwise" if wants else "sdpa")
-    keys, values = layer.keys_values()
+    asked, keys, values = layer.read(q)
     allowed = None
     if features.window is not None or forward.real is not None:
         allowed = visible(layer.positions(), forward.on("positions", q.device), features.window)
     elif not store.full:  # nothing that is held lies ahead of the newest token
         allowed = layer.positions()[:, :, None] >= 0
+    if allowed is not None and allowed.shape[1] > keys.shape[1]:  # held once for heads that see different slots
+        keys, values = (x.expand(-1, allowed.shape[1], -1, -1) for x in (keys, values))
     if not wants:
-        return sdpa_block(q, keys, values, allowed, features.scaling), None
-    output, p = softmax_block(q, keys, values, allowed, features)
+        return layer.expand(sdpa_block(asked, keys, values, allowed, features.scaling)), None
+    output, p = softmax_block(asked, keys, values, allowed, features)
+    output, p = layer.expand(output), p.view(p.shape[0], store.heads, -1, *p.shape[3:])
     if compressor.wants_mass:
         real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :, None]
         compressor.add_mass(layer, real.squeeze(3), forward)
@@ -188,13 +192,14 @@ def _decode_lanes(
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over segments of different lengths, read where they lie."""
     owners = store.owners()
-    k, v = layer.decoded({name: store.in_lanes(name)[None] for name in layer.coded()})
+    asked, k, v = layer.read_lanes(q)
     positions = store.in_lanes("positions")
     if not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q):
         compressor.kernel("triton")
-        return triton_decode.decode(q, k[0], v[0], positions, store.table(), features), None
+        return layer.expand(triton_decode.decode(asked, k, v, positions, store.table(), features)), None
     compressor.kernel("lanes")
-    output, p = lane_attention(q, k[0], v[0], positions < 0, owners, store.heads, features)
+    output, p = lane_attention(asked, k, v, positions < 0, owners, store.heads, features)
+    output = layer.expand(output)
     if not compressor.wants_probabilities:
         return output, None
     if compressor.wants_mass:

@@ -122,11 +122,15 @@ class Compressor(Judge):
         self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
     ) -> None:
         """Called once per layer and forward, when the output that used the un-evicted keys is computed."""
-        if not self.limited:
-            return
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
+        if not self.limited:
+            if self.needs.window and forward.phase == "prompt" and not layer.sealed:
+                remember_queries(layer, q, forward, self.needs.window)
+            self.seal(layer)
+            self._forget_queries(layer)
+            return
         if isinstance(layer, PassLayer):
             layer.observe(q, features, forward)
             return
@@ -151,6 +155,14 @@ class Compressor(Judge):
                 self.decide(at)
         finally:
             layer.queries = None
+        if forward.phase != "prompt" or not (forward.passes or self.parts.allocator.scope != "layer"):
+            self.seal(layer)
+
+    def seal(self, layer: CompressedLayer) -> None:
+        """Have a layer whose selection is final hold what it kept in the codec's form."""
+        if self.parts.codec.name != "plain" and not layer.sealed:
+            with self.clock.running(layer.held().get("positions").device):
+                layer.seal()
 
     def decide(self, at: Attended) -> None:
         """Score, allocate and apply in one layer that has observed this forward, if the schedule says so."""
@@ -315,6 +327,8 @@ class Compressor(Judge):
         for layer in cache.full_layers:
             if layer.index in forward.deferred:
                 self.decide(Attended(layer, None, forward.deferred[layer.index], forward, cache))
+                if self.parts.allocator.scope == "layer":
+                    self.seal(layer)
         if self.parts.allocator.scope == "layer":
             return
         with self.clock.running(cache.full_layers[-1].device):
@@ -325,3 +339,4 @@ class Compressor(Judge):
                 if layer.store is not None:
                     layer.finish()
                     layer.store.drop_channel("score")
+                    self.seal(layer)

@@ -38,7 +38,7 @@ def when(cls: type[Method]) -> str:
     """When a method compresses, as its default parts say."""
     parts = cls().parts()
     if parts.scorer is None:
-        return "never"
+        return "never" if parts.codec.name == "plain" else "prompt end, then as tokens come"
     found = []
     if parts.schedule.prompt:
         chunk = getattr(parts.prefill, "chunk", None)

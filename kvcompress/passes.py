@@ -48,6 +48,9 @@ class PassLayer(CompressedLayer):
     def __init__(self, cache: CompressedCache, source: CompressedLayer, row: int, of: Pass):
         super().__init__(cache, source.index)
         self.source, self.row, self.of, self.seen = source, row, of, source.seen
+        self.sealed = source.sealed
+        chosen = {name: value[row : row + 1] for name, value in source.codec_state.items()}
+        self.codec_state = chosen
 
     @property
     def length(self) -> int:
@@ -197,5 +200,6 @@ def _seen_by_row(cache: CompressedCache, row: int, of: Pass) -> CompressedCache:
             reading.layers.append(windowed)
     reading.real = cache.real[chosen]
     reading.columns = None if cache.columns is None else cache.columns[chosen]
-    reading.owner, reading.model = cache.owner, cache.model
+    reading.owner, reading.model, reading.turns = cache.owner, cache.model, cache.turns
+    reading.shift = None if cache.shift is None else cache.shift[chosen]
     return reading

@@ -303,7 +303,7 @@ class Session(Hooks):
                 "storage": "real",
             },
             "nbytes": held,
-            "active": evicted > 0,
+            "active": evicted > 0 or any(layer.sealed for layer in cache.full_layers),
             "evicted": evicted,
             "clamped": cache.clamped,
             "notes": list(self.notes),

@@ -12,6 +12,8 @@ from torch import Tensor
 from kvcompress.method import Method
 from kvcompress.methods import METHODS
 
+EXACT = sorted(name for name, cls in METHODS.items() if cls().parts().codec.name == "plain")
+CODED = sorted(set(METHODS) - set(EXACT))  # methods that hold keys and values in another form
 EVICTING = sorted(name for name, cls in METHODS.items() if cls.budget_kind == "held_tokens")
 
 
