@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvcompress.codec import Codec, Plain, Slots, overwritten
+from kvcompress.codec import Codec, GroupedCodec, Plain, Slots, overwritten
 from kvcompress.compat import CacheLayerMixin, Rotation
-from kvcompress.layouts import DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
+from kvcompress.layouts import Blocks, DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
 from kvcompress.view import Pass, State
 
 Tensor = torch.Tensor
@@ -101,6 +101,7 @@ class CompressedLayer(CacheLayerMixin):
         self.dtype = torch.float32
         self.state: State = {}
         self.sealed = False  # what is held is in the codec's form
+        self.blocks: Blocks | None = None  # keys and values of a grouped codec, in the slots of `store`
         self.codec_state: State = {}  # beside the codes, dim 0 the row
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
         self.steady: Any = None  # `steady.Steady`, while decode drops one token per head and step
@@ -134,7 +135,10 @@ class CompressedLayer(CacheLayerMixin):
         if rotation is not None:
             key_states = rotation.unrotate(key_states, forward.on("rotated", key_states.device)[:, None])
         new = {"keys": key_states, "values": value_states}
-        if self.sealed:
+        if self.blocks is not None:
+            self.blocks.append(key_states, value_states, forward.real)
+            new = {}
+        elif self.sealed:
             new = cache.codec.encode(key_states, value_states, self._new_slots(heads))
         new["positions"] = forward.on("positions", key_states.device)[:, None].expand(key_states.shape[0], 1, -1)
         if self.store is None:
@@ -153,7 +157,9 @@ class CompressedLayer(CacheLayerMixin):
             # views of the buffer, so that the caller's own tensors can be freed
             self.fresh = self.store.get("keys"), self.store.get("values")
             return self.fresh
-        if self.sealed and forward.phase == "prompt":  # which attends to its own tokens as they are
+        if (
+            self.sealed and self.blocks is None and forward.phase == "prompt"
+        ):  # which attends to its own tokens as they are
             real, ragged = forward.real, not isinstance(self.store, DenseStore)
             keys, values = self.keys_values()
             self.fresh = overwritten(keys, key_states, real, ragged), overwritten(values, value_states, real, ragged)
@@ -177,7 +183,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.store, self.seen, self.state, self.target, self.is_initialized = None, 0, {}, None, False
-        self.sealed, self.codec_state = False, {}
+        self.sealed, self.codec_state, self.blocks = False, {}, None
         self.steady = self.shown = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -198,6 +204,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.store.select_rows(index)
+        self.blocks = None if self.blocks is None else self.blocks.select_rows(index.cpu())
         for held in (self.state, self.codec_state):
             held.update({k: v.index_select(0, index.to(v.device)) for k, v in held.items()})
         self.steady = None
@@ -231,6 +238,8 @@ class CompressedLayer(CacheLayerMixin):
         if self.fresh is not None:
             return self.fresh
         cache, store = self.holder(), self.held()
+        if self.blocks is not None:
+            return self.blocks.keys_values(store.get("positions"))
         channels = {name: store.get(name) for name in self.coded()}
         if self.sealed:
             return cache.codec.decode(channels, self.slots())
@@ -245,11 +254,22 @@ class CompressedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ the codec
 
     def seal(self) -> None:
-        """Hold what is kept in the codec's form from here on. Nothing to do for a plain codec, or twice."""
+        """Hold what is kept in the codec's form from here on; nothing to do for a plain codec.
+
+        Called when a forward's attention and selection are done. Once it is sealed a layer encodes new tokens as they
+        come, and only a grouped codec has some to encode here.
+        """
         codec = self.holder().codec
-        if self.sealed or isinstance(codec, Plain) or self.store is None:
+        if isinstance(codec, Plain) or self.store is None:
+            return
+        if self.blocks is not None:
+            self.blocks.flush()
+        if self.sealed:
             return
         self.fresh, store = None, self.held()
+        if isinstance(codec, GroupedCodec):
+            self._seal_groups(codec, store)
+            return
         window, shown = codec.needs.window, None
         if window and "queries" in self.state:
             shown = self.state["queries"][:, :, -window:], self.state["query_positions"][:, -window:]
@@ -262,6 +282,17 @@ class CompressedLayer(CacheLayerMixin):
                 store.drop_channel(name)
             for name, value in channels.items():
                 store.put(name, value)
+        self._borrowed, self.sealed = None, True
+
+    def _seal_groups(self, codec: GroupedCodec, store: Store) -> None:
+        self.blocks = Blocks.of(codec, store.get("keys"), store.get("values"), store.get("positions"), store.counts)
+        self.blocks.flush()
+        if isinstance(store, DenseStore):
+            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
+            self.store = DenseStore.of(others, store.counts, grow=not self.holder().limited)
+        else:
+            for name in ("keys", "values"):
+                store.drop_channel(name)
         self._borrowed, self.sealed = None, True
 
     def slots(self, queries: tuple[Tensor, Tensor] | None = None) -> Slots:
@@ -332,14 +363,23 @@ class CompressedLayer(CacheLayerMixin):
         ranks = (cache.forward.positions.long() + shift).clamp(min=0).to(q.device)
         return rotation.rotate(q, (ranks - cache.forward.on("rotated", q.device))[:, None])
 
-    def keep(self, mask: Tensor, grow: bool = False) -> None:
-        """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`."""
+    def keep(self, mask: Tensor, grow: bool = False, must: Tensor | None = None) -> None:
+        """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`.
+
+        Of what a grouped codec has encoded whole groups are kept, those with a slot in `must` first.
+        """
         self.fresh, store = None, self.held()
         before = int(store.counts.sum())
         if mask.shape != (*store.counts.shape, store.length):
             raise ValueError(
                 f"keep() needs a mask of shape {(*store.counts.shape, store.length)}, got {tuple(mask.shape)}"
             )
+        if self.blocks is not None:
+            held = (store.get("positions") >= 0).expand_as(mask)
+            mask = self.blocks.whole_groups(
+                mask, torch.zeros_like(mask) if must is None else must.expand_as(mask), held
+            )
+            self.blocks.keep(mask, held)
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
 
@@ -403,6 +443,7 @@ class CompressedLayer(CacheLayerMixin):
             copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
             copy.group = self.group
         copy.state = {k: v.clone() for k, v in self.state.items()}
+        copy.blocks = None if self.blocks is None else self.blocks.fork()
         copy.sealed, copy.codec_state = self.sealed, {k: v.clone() for k, v in self.codec_state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy
@@ -423,6 +464,7 @@ class CompressedLayer(CacheLayerMixin):
         twin.state = {name: value.index_select(0, one.to(value.device)) for name, value in self.state.items()}
         twin.codec_state = {k: value.index_select(0, one.to(value.device)) for k, value in self.codec_state.items()}
         twin.sealed = self.sealed
+        twin.blocks = None if self.blocks is None else self.blocks.select_rows(one)
         twin.evicted = real * store.heads - int(twin.counts.sum())
         return twin
 
@@ -471,6 +513,11 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     store = layer.held()
     counts, heads = store.counts, store.counts.shape[1]
     found = dict.fromkeys(["keys_values", "positions", "scores", "index", "allocated", "full"], 0)
+    if layer.blocks is not None:
+        for _, _, unit in layer.blocks.each():
+            for _, value, held in unit.tensors():
+                found["keys_values"] += held
+                found["allocated"] += storage_bytes(value)
     for name, value in store.channels.items():
         allocated = storage_bytes(value)
         if name in BESIDE and name != "positions":
