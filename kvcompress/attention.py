@@ -30,6 +30,7 @@ from kvcompress.kernels.lanes import lane_attention
 from kvcompress.kernels.pieces import piecewise_attention
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import Blocks, RaggedStore, Store
+from kvcompress.pages import PagedReader, read_pages
 
 Tensor = torch.Tensor
 
@@ -163,7 +164,12 @@ def _decode(
 ) -> tuple[Tensor, Tensor | None]:
     """One query per row over all that is held, or what the reader selects."""
     store = layer.held()
-    if not compressor.reads_all:
+    reader = compressor.reader
+    if isinstance(reader, PagedReader):
+        if forward.phase != "prompt" and reader.reads_layer(layer.index):
+            compressor.kernel("pages")
+            return read_pages(layer, reader, q, forward, features), None
+    elif not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None
     wants = compressor.wants_probabilities or not features.plain
     if layer.blocks is not None and features.window is None:

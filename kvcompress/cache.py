@@ -15,6 +15,7 @@ import torch
 from kvcompress.codec import Codec
 from kvcompress.compat import Cache, Rotation
 from kvcompress.layer import CompressedLayer, Forward, layer_bytes, row_index, storage_bytes
+from kvcompress.layouts import PagedStore
 
 Tensor = torch.Tensor
 
@@ -42,6 +43,7 @@ class CompressedCache(Cache):
         )
         self.forward: Forward | None = None
         self.real: Tensor | None = None  # [B] real tokens seen
+        self.prompted: Tensor | None = None  # [B] real tokens when the last prompt ended
         self.cap: Tensor | None = None  # [B] tokens kept per head, None without limit
         self.closed: Tensor | None = None  # bool [B] on the CPU: rows that decode without compression from here on
         self.columns: Tensor | None = None  # bool [B, L] on the CPU, None while no column was padding
@@ -90,8 +92,9 @@ class CompressedCache(Cache):
         return self._full(layer).keys_values()
 
     def tiers(self, layer: int) -> Tensor:
-        """Where each slot of `positions(layer)` lies: 0 = device. There is one tier in this layout."""
-        return torch.zeros_like(self.positions(layer))
+        """Where each slot of `positions(layer)` lies: 0 = on the device, 1 = on the host only."""
+        store = self._full(layer).store
+        return store.tiers() if isinstance(store, PagedStore) else torch.zeros_like(self.positions(layer))
 
     def kept_tokens(self) -> Tensor:
         """Tokens held, LongTensor `[n_full_layers, B, H_kv]` on the CPU."""
@@ -138,7 +141,7 @@ class CompressedCache(Cache):
         twin.layers = [
             layer.fork(twin) if isinstance(layer, CompressedLayer) else _fork_plain(layer) for layer in self.layers
         ]
-        twin.real, twin.cap = _clone(self.real), _clone(self.cap)
+        twin.real, twin.cap, twin.prompted = _clone(self.real), _clone(self.cap), _clone(self.prompted)
         twin.columns, twin.clamped, twin.owner = _clone(self.columns), self.clamped, self.owner
         twin.closed, twin.by_row = _clone(self.closed), {name: value.clone() for name, value in self.by_row.items()}
         twin.moments, twin.kept_max = [dict(m) for m in self.moments], self.kept_max
@@ -214,13 +217,13 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self.real = self.cap = self.columns = self.closed = self.shift = None
+        self.real = self.cap = self.prompted = self.columns = self.closed = self.shift = None
         self.clamped, self.moments, self.kept_max, self.by_row = False, [], 0, {}
         self.logits = self.pending = None
 
     def _rows(self, index: Tensor) -> None:
         index = index.cpu()
-        for name in ("real", "cap", "columns", "closed", "shift", "logits", "pending"):
+        for name in ("real", "cap", "prompted", "columns", "closed", "shift", "logits", "pending"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, index.to(value.device)))
         self.by_row = {name: value.index_select(0, index) for name, value in self.by_row.items()}

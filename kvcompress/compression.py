@@ -16,6 +16,7 @@ from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.layouts import RankedStore
 from kvcompress.method import Method
 from kvcompress.observed import remember_queries
+from kvcompress.parts import Reader
 from kvcompress.passes import PassLayer
 from kvcompress.selection import candidates, lowest_slot, top_slots
 from kvcompress.steady import steady
@@ -60,6 +61,10 @@ class Compressor(Judge):
     @property
     def reads_all(self) -> bool:
         return self.parts.reader.reads_all
+
+    @property
+    def reader(self) -> Reader:
+        return self.parts.reader
 
     def kernel(self, name: str) -> None:
         """Note which attention kernel ran."""

@@ -20,6 +20,7 @@ from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.method import Method
+from kvcompress.pages import PagedReader, check_host
 
 Tensor = torch.Tensor
 
@@ -180,7 +181,7 @@ class Hooks:
             raise ValueError("the prompt is empty: give at least one token")
         named["cache"] = cache = self._adopt(named.get("cache"))
         named["use_cache"] = True
-        unchanged = cache.real, cache.cap, cache.columns, cache.closed, cache.shift
+        unchanged = cache.real, cache.prompted, cache.cap, cache.columns, cache.closed, cache.shift
         try:
             forward = self._describe(cache, tokens, named.get("attention_mask"))
             self._check_length(cache, forward)
@@ -190,7 +191,7 @@ class Hooks:
                 cache.note_shift(forward)
             passes.plan(self, cache, forward, named.get("input_ids"))
         except ValueError:  # a refused forward leaves no trace
-            cache.real, cache.cap, cache.columns, cache.closed, cache.shift = unchanged
+            cache.real, cache.prompted, cache.cap, cache.columns, cache.closed, cache.shift = unchanged
             raise
         cache.forward = forward
         if cache.columns is not None and named.get("attention_mask") is None:
@@ -257,6 +258,9 @@ class Hooks:
         cache.real = before + added
         phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
         if phase == "prompt":
+            self._check_host(batch, cache.real)
+        if phase == "prompt":
+            cache.prompted = cache.real
             cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
         fires = self._read_tokens(cache, tokens, real, phase)
@@ -310,6 +314,14 @@ class Hooks:
                 f"the prompt reaches {longest} tokens, but {self.model.config.model_type!r} has {limit} positions: "
                 "shorten it, or use compact positions (StreamingLLM(positions='compact')) through session.prefill"
             )
+
+    def _check_host(self, batch: int, real: Tensor) -> None:
+        reader = self.compressor.reader
+        if isinstance(reader, PagedReader):
+            config = compat.text_config(self.model)
+            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            per_token = 2 * width * torch.finfo(self.model.dtype).bits // 8
+            check_host(reader, self.full_layers, batch, int(real.max()), per_token)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if module is not self._outer:

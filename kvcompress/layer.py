@@ -11,7 +11,8 @@ import torch
 
 from kvcompress.codec import Codec, GroupedCodec, Plain, Slots, overwritten
 from kvcompress.compat import CacheLayerMixin, Rotation
-from kvcompress.layouts import Blocks, DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
+from kvcompress.layouts import Blocks, DenseStore, PagedStore, RaggedStore, RankedStore, Store, joined, keep_slots
+from kvcompress.pages import fetch, unpaged
 from kvcompress.view import Pass, State
 
 Tensor = torch.Tensor
@@ -78,6 +79,7 @@ class Holder(Protocol):
     owner: Any
     turns: list[Rotation] | None
     shift: Tensor | None
+    prompted: Tensor | None
 
     def rotation(self, layer: int) -> Rotation | None: ...
 
@@ -108,6 +110,8 @@ class CompressedLayer(CacheLayerMixin):
         self.shown: Tensor | None = None  # scores as the allocator sees them, while a prompt runs
         self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
         self.evicted = 0
+        self.traffic: State = {}  # what readers of pages read and moved, `[B]` each
+        self.step = torch.zeros(1, dtype=torch.long)  # [B] of a reader of pages: steps since the last longer forward
         self.group = 1  # query heads per KV head
         self._borrowed: DenseStore | None = None  # another cache's slots, until own()
         self.queries: Tensor | None = None  # [B, H, n, D] of this forward, while it is looked at
@@ -131,6 +135,10 @@ class CompressedLayer(CacheLayerMixin):
             )
         kwargs["kv_layer"] = self
         forward, heads = cache.forward, key_states.shape[1]
+        if forward.length > 1 or forward.phase != "decode":
+            self.step = self.step * (forward.added == 0)
+        if forward.phase in ("prompt", "pass"):
+            unpaged(self)
         rotation = cache.rotation(self.index)
         if rotation is not None:
             key_states = rotation.unrotate(key_states, forward.on("rotated", key_states.device)[:, None])
@@ -150,7 +158,13 @@ class CompressedLayer(CacheLayerMixin):
             )
         else:
             evicted_next = cache.limited and forward.phase in ("prompt", "pass")
-            self.store.append(new, forward.real, forward.added, grow=not evicted_next)
+            if isinstance(self.store, PagedStore):
+                seen = cache.codec.decode(new, self._new_slots(heads))[0] if self.sealed else key_states
+                self.store.append(new, forward.real, forward.added, seen=seen)
+                if forward.length > 1:
+                    fetch(self.store)
+            else:
+                self.store.append(new, forward.real, forward.added, grow=not evicted_next)
         self.seen += key_states.shape[2]
         self.fresh = None
         if not self.sealed and isinstance(self.store, DenseStore) and rotation is None:
@@ -183,7 +197,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.store, self.seen, self.state, self.target, self.is_initialized = None, 0, {}, None, False
-        self.sealed, self.codec_state, self.blocks = False, {}, None
+        self.sealed, self.codec_state, self.blocks, self.traffic = False, {}, None, {}
+        self.step = torch.zeros(1, dtype=torch.long)
         self.steady = self.shown = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -205,9 +220,10 @@ class CompressedLayer(CacheLayerMixin):
             return
         self.store.select_rows(index)
         self.blocks = None if self.blocks is None else self.blocks.select_rows(index.cpu())
-        for held in (self.state, self.codec_state):
+        for held in (self.state, self.codec_state, self.traffic):
             held.update({k: v.index_select(0, index.to(v.device)) for k, v in held.items()})
         self.steady = None
+        self.step = self.step if len(self.step) == 1 else self.step.index_select(0, index.cpu())
         self.target = None if self.target is None else self.target.index_select(0, index.cpu())
 
     # ------------------------------------------------------------------ what is held
@@ -297,15 +313,15 @@ class CompressedLayer(CacheLayerMixin):
 
     def slots(self, queries: tuple[Tensor, Tensor] | None = None) -> Slots:
         """What a codec is told of all that is held."""
-        return self._told(self.positions(), queries=queries)
+        return self.told(self.positions(), queries=queries)
 
     def _new_slots(self, heads: int) -> Slots:
         """The same of this forward's new tokens."""
         cache = self.holder()
         assert cache.forward is not None
-        return self._told(cache.forward.on("positions", self.device)[:, None], heads=heads)
+        return self.told(cache.forward.on("positions", self.device)[:, None], heads=heads)
 
-    def _told(
+    def told(
         self,
         positions: Tensor,
         queries: tuple[Tensor, Tensor] | None = None,
@@ -329,7 +345,11 @@ class CompressedLayer(CacheLayerMixin):
             return q, *self.keys_values()
         store, codec = self.held(), self.holder().codec
         keys, values = codec.read({name: store.get(name) for name in self.coded()}, self.slots())
-        return codec.query(q, self._query_slots()), keys, values
+        return self.asked(q), keys, values
+
+    def asked(self, q: Tensor) -> Tensor:
+        """A single query in the codec's own terms."""
+        return self.holder().codec.query(q, self._query_slots()) if self.sealed else q
 
     def read_lanes(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same for what lies in lanes: keys and values `[lanes, slots, ...]`."""
@@ -338,7 +358,7 @@ class CompressedLayer(CacheLayerMixin):
         channels = {name: store.in_lanes(name) for name in self.coded()}
         if not self.sealed:
             return q, channels["keys"], channels["values"]
-        slots = self._told(store.in_lanes("positions")[None], owners=store.owners())
+        slots = self.told(store.in_lanes("positions")[None], owners=store.owners())
         keys, values = codec.read({name: value[None] for name, value in channels.items()}, slots)
         return codec.query(q, self._query_slots()), keys[0], values[0]
 
@@ -349,7 +369,7 @@ class CompressedLayer(CacheLayerMixin):
     def _query_slots(self) -> Slots:
         cache = self.holder()
         assert cache.forward is not None
-        return self._told(cache.forward.on("positions", self.device)[:, None])
+        return self.told(cache.forward.on("positions", self.device)[:, None])
 
     def ranks(self) -> Tensor:
         """Index of each held token among those held, `[B, H_kv or 1, P]`: its position when positions are compact."""
@@ -443,6 +463,7 @@ class CompressedLayer(CacheLayerMixin):
             copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
             copy.group = self.group
         copy.state = {k: v.clone() for k, v in self.state.items()}
+        copy.traffic, copy.step = {k: v.clone() for k, v in self.traffic.items()}, self.step.clone()
         copy.blocks = None if self.blocks is None else self.blocks.fork()
         copy.sealed, copy.codec_state = self.sealed, {k: v.clone() for k, v in self.codec_state.items()}
         copy.target = None if self.target is None else self.target.clone()
@@ -451,14 +472,21 @@ class CompressedLayer(CacheLayerMixin):
     def alone(self, cache: Holder, number: int, real: int) -> CompressedLayer:
         """A copy of one row, which has seen `real` tokens, for another cache; empty slots are left out."""
         twin, store, one = CompressedLayer(cache, self.index), self.held(), torch.tensor([number])
-        if isinstance(store, DenseStore):
-            held: Store = DenseStore({n: store.get(n)[number : number + 1] for n in store.channels}, store.counts[one])
+        held: Store
+        if isinstance(store, PagedStore):
+            held = store.fork()
+            held.select_rows(one)
+        elif isinstance(store, DenseStore):
+            held = DenseStore({n: store.get(n)[number : number + 1] for n in store.channels}, store.counts[one])
         else:
             wanted = store.get("positions") >= 0
             wanted[torch.arange(len(wanted)) != number] = False
             held = RaggedStore(store.packed(wanted), store.counts[one])
         everything = (held.get("positions") >= 0).expand(-1, held.heads, -1)
-        twin.store = keep_slots(held, everything, grow=not cache.limited)
+        twin.store = held
+        if not isinstance(held, PagedStore):
+            twin.store = keep_slots(held, everything, grow=not cache.limited)
+        twin.traffic = {name: value.index_select(0, one.to(value.device)) for name, value in self.traffic.items()}
         twin.seen, twin.is_initialized, twin.group = real, True, self.group
         twin.device, twin.dtype, twin.full_width = self.device, self.dtype, self.full_width
         twin.state = {name: value.index_select(0, one.to(value.device)) for name, value in self.state.items()}
@@ -512,7 +540,7 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     """Bytes of one layer by kind, from the storages its tensors live in."""
     store = layer.held()
     counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys([*"keys_values codes scales residual positions scores index allocated full".split()], 0)
+    found = dict.fromkeys([*"keys_values codes scales residual positions scores index host allocated full".split()], 0)
     if layer.blocks is not None:
         for _, _, unit in layer.blocks.each():
             for kind, value, held in unit.tensors():
@@ -525,7 +553,11 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
             found["scores"] += allocated
             continue
         found["allocated"] += allocated
-        if isinstance(store, RaggedStore):
+        if isinstance(store, PagedStore):
+            shared = name == "positions" and value.shape[1] == 1
+            on_device = counts[:, 0] if shared else counts if name == "positions" else store.resident()
+            slots, width = int(on_device.sum()), 1 if name == "positions" else value[0, 0].numel()
+        elif isinstance(store, RaggedStore):
             slots, width = int(counts.sum()), value[:1].numel() if value.dim() > 1 else 1
         elif value.shape[1] == heads:
             slots, width = int(counts.sum()), value[0, 0, :1].numel()
@@ -540,6 +572,10 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     found["keys_values"] += beside
     found["codes"] += beside
     found["allocated"] += beside
+    if isinstance(store, PagedStore):
+        found["index"] += storage_bytes(store.bounds) + storage_bytes(store.table)
+        if store.host is not None:
+            found["host"] += sum(storage_bytes(value) for value in store.host.channels.values())
     if layer.steady is not None:
         found["index"] += storage_bytes(layer.steady.blocked)
     if real is not None:

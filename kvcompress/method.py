@@ -75,6 +75,15 @@ ILLEGAL: list[tuple[str, Any]] = [
         ),
     ),
     (
+        "a reader of pages cannot follow a schedule that drops tokens in decode, which would move them between pages: "
+        "schedule=prompt",
+        lambda m, p: p.reader.in_pages and p.scorer is not None and p.schedule.in_decode,
+    ),
+    (
+        "a reader of pages hides attention that a scorer of attention mass sums up over all turns",
+        lambda m, p: p.reader.in_pages and p.scorer is not None and p.scorer.needs.mass,
+    ),
+    (
         "an allocator needs a scorer to rank what it hands out",
         lambda m, p: p.scorer is None and not p.allocator.uniform,
     ),
@@ -171,15 +180,16 @@ class Method:
         return self if bound is allocator else replace(self, allocator=bound)
 
     def ready(self, model: Any) -> Method:
-        """What a session works with: this method bound to a model, its codec too.
+        """What a session works with: this method bound to a model, its codec and reader too.
 
         Raises:
-            ValueError: as of `bind`, or the codec does not fit the model.
+            ValueError: as of `bind`, or codec or reader do not fit the model.
         """
         bound = self.bind(model)
-        codec = bound.parts().codec
-        fitted = codec.bind(model)
-        return bound if fitted is codec else replace(bound, codec=fitted)
+        parts = bound.parts()
+        codec, reader = parts.codec.bind(model), parts.reader.bind(model)
+        bound = bound if codec is parts.codec else replace(bound, codec=codec)
+        return bound if reader is parts.reader else replace(bound, reader=reader)
 
     def as_codec(self) -> Codec:
         """The codec of a method that only says how tokens are held.

@@ -153,6 +153,11 @@ class Reader(ABC):
 
     name: ClassVar[str]
     reads_all: ClassVar[bool] = False
+    in_pages: ClassVar[bool] = False  # a `pages.PagedReader`
+
+    def bind(self, model: Any) -> Reader:
+        """This reader ready for a model, as `Method.bind`: one that needs data of the model returns a copy with it."""
+        return self
 
     @abstractmethod
     def select(self, q: Tensor, index: LayerView, state: State) -> Tensor | None:

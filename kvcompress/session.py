@@ -17,6 +17,7 @@ from kvcompress.hooks import Hooks
 from kvcompress.kept import kept as kept_positions
 from kvcompress.method import Method
 from kvcompress.parts import Prefilled
+from kvcompress.traffic import per_token, skipped
 
 if TYPE_CHECKING:
     from kvcompress.shared import SharedPrefill
@@ -298,12 +299,11 @@ class Session(Hooks):
                 "bytes_scores": held["scores"],
                 "kept_tokens_mean": float(kept.double().mean()),
                 "kept_tokens_max": max(cache.kept_max, int(kept.max())),
-                "read_bytes_per_token": (held["keys_values"] + held["other_layers"]) // batch,
-                "moved_bytes_per_token": 0,
+                **per_token(cache, batch),
                 "storage": "real",
             },
             "nbytes": held,
-            "active": evicted > 0 or any(layer.sealed for layer in cache.full_layers),
+            "active": evicted > 0 or any(layer.sealed or skipped(layer) for layer in cache.full_layers),
             "evicted": evicted,
             "clamped": cache.clamped,
             "notes": list(self.notes),

@@ -8,16 +8,17 @@ import torch
 
 from kvcompress.layouts.blocks import Blocks
 from kvcompress.layouts.dense import DenseStore, gather_slots
+from kvcompress.layouts.paged import PagedStore
 from kvcompress.layouts.ragged import RaggedStore
 from kvcompress.layouts.ranked import RankedStore
 
-Store = DenseStore | RaggedStore
+Store = DenseStore | RaggedStore | PagedStore
 
 # A dense buffer may waste this share on empty slots; with a growing buffer's headroom of 1/8 what is allocated stays
 # under 1.25 times what is valid.
 DENSE_WASTE = 1.1
 
-__all__ = ["Blocks", "DenseStore", "RaggedStore", "RankedStore", "Store", "joined", "keep_slots"]
+__all__ = ["Blocks", "DenseStore", "PagedStore", "RaggedStore", "RankedStore", "Store", "joined", "keep_slots"]
 
 
 def joined(stores: Sequence[Store], leave_out: Sequence[str] = ()) -> RaggedStore:
@@ -44,7 +45,7 @@ def keep_slots(store: Store, mask: torch.Tensor, grow: bool = False) -> Store:
     longest = int(counts.max())
     if counts.numel() * longest <= DENSE_WASTE * int(counts.sum()):
         return _to_dense(store, mask, counts, longest, grow)
-    if isinstance(store, RaggedStore):
+    if not isinstance(store, DenseStore):
         return RaggedStore(store.packed(mask), counts)
     flat_index = mask.flatten().nonzero().squeeze(1)
     channels = {}
