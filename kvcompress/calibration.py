@@ -67,10 +67,10 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def find(model: torch.nn.Module, places: Iterable[Path]) -> dict[str, Tensor] | None:
-    """Tensors of the first file in these folders that was made for these weights, or None."""
+    """Tensors of the first file in these folders, or among these files, that was made for these weights, or None."""
     wanted = probe(model)
-    for folder in places:
-        for path in sorted(folder.glob("*.safetensors")):
+    for place in places:
+        for path in [place] if place.is_file() else sorted(place.glob("*.safetensors")):
             tensors, _ = load(path)
             made = tensors.pop("probe", torch.zeros(0))
             if made.shape == wanted.shape and made[0] == wanted[0]:

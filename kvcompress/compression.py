@@ -345,5 +345,5 @@ class Compressor(Judge):
                 layer.stat = layer.shown = None
                 if layer.store is not None:
                     layer.finish()
-                    layer.store.drop_channel("score")
+                    layer.held().drop_channel("score")
                     self.seal(layer)

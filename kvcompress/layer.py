@@ -98,7 +98,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.cache = weakref.ref(cache)
         self.index = index
-        self.store: Store | None = None
+        self.store: Store | PagedStore | None = None  # in pages between prompts only, where a reader asks for it
         self.seen = 0
         self.dtype = torch.float32
         self.state: State = {}
@@ -243,7 +243,7 @@ class CompressedLayer(CacheLayerMixin):
     def held(self) -> Store:
         if self.store is None:
             raise ValueError(f"layer {self.index} holds nothing yet")
-        return self.store
+        return self.store  # type: ignore[return-value]  # a prompt, which may change what is held, never meets pages
 
     def positions(self) -> Tensor:
         """Int32 `[B, H_kv or 1, P]`: the token in each slot, -1 where empty; strictly increasing otherwise."""

@@ -38,7 +38,8 @@ class PageIndex:
         pages: LongTensor `[B, H_kv]`, pages of each row and head, the last of which may be partial.
         bounds: `[B, H_kv, P, 2D]`: of each page the largest key and the largest negated key, by channel.
         real: LongTensor `[B]`, real tokens of each row when its prompt ended.
-        step: LongTensor `[B]` on the CPU, which decode step of its row this is since the last longer forward, from 1.
+        step: LongTensor `[B]` on the CPU, which decode step of its row this is since the last longer forward, from 1;
+            -1 for a row that has no token in it.
         scored: heads whose bounds were read.
     """
 
@@ -148,7 +149,8 @@ def read_pages(layer: CompressedLayer, reader: PagedReader, q: Tensor, forward: 
     cache = layer.holder()
     real = cache.real if cache.prompted is None else cache.prompted
     assert real is not None
-    index = PageIndex(layer.index, store.size, store.pages().to(q.device), store.shown_bounds(), real, layer.step)
+    step = torch.where(forward.added > 0, layer.step, -1)
+    index = PageIndex(layer.index, store.size, store.pages().to(q.device), store.shown_bounds(), real, step)
     chosen = reader.select(q, index, layer.state)
     if chosen is None:
         ids = torch.arange(store.most, device=q.device).expand(*index.pages.shape, -1)
@@ -198,7 +200,8 @@ def _picked(layer: CompressedLayer, store: PagedStore, chosen: Tensor, q: Tensor
     channels = {name: store.read(name, chosen) for name in layer.coded()}
     shape = (*chosen.shape[:2], -1)
     if not layer.sealed:
-        return q, *(channels[name].view(*shape, channels[name].shape[-1]) for name in ("keys", "values"))
+        keys, values = (channels[name].view(*shape, channels[name].shape[-1]) for name in ("keys", "values"))
+        return q, keys, values
     batch, heads, n = chosen.shape
     positions = store.positions.expand(batch, store.heads, -1).unflatten(2, (-1, store.size))
     segments = torch.arange(batch * heads, device=q.device)
@@ -208,7 +211,7 @@ def _picked(layer: CompressedLayer, store: PagedStore, chosen: Tensor, q: Tensor
     slots = layer.told(at, owners=owners.repeat_interleave(n))
     codec = layer.holder().codec
     keys, values = codec.read({name: value[None] for name, value in channels.items()}, slots)
-    return layer.asked(q), *(x[0].reshape(*shape, x.shape[-1]) for x in (keys, values))
+    return layer.asked(q), keys[0].reshape(*shape, keys.shape[-1]), values[0].reshape(*shape, values.shape[-1])
 
 
 # ---------------------------------------------------------------------- into pages and back
@@ -237,7 +240,7 @@ def unpaged(layer: CompressedLayer) -> None:
     fetch(store)
     _keep_account(layer, store)
     everything = (store.get("positions") >= 0).expand(-1, store.heads, -1)
-    layer.store = keep_slots(store, everything, grow=not layer.holder().limited)
+    layer.store = keep_slots(store, everything, grow=not layer.holder().limited)  # type: ignore[arg-type]
     for name in [name for name in layer.state if name.startswith(PREFIX)]:
         del layer.state[name]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-
 from kvcompress.budget import Budget, is_unlimited
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor, reduce_group
 from kvcompress.pages import PagedReader, PageIndex, top_pages

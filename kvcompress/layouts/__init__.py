@@ -12,7 +12,7 @@ from kvcompress.layouts.paged import PagedStore
 from kvcompress.layouts.ragged import RaggedStore
 from kvcompress.layouts.ranked import RankedStore
 
-Store = DenseStore | RaggedStore | PagedStore
+Store = DenseStore | RaggedStore
 
 # A dense buffer may waste this share on empty slots; with a growing buffer's headroom of 1/8 what is allocated stays
 # under 1.25 times what is valid.

@@ -208,11 +208,11 @@ class PagedStore:
                 flat[slots] = new[name].expand(batch, heads, *new[name].shape[2:])[marked]
             else:
                 flat[slots] = 0
-        every, where = slice(None), at.to(self.device)
-        if self.positions.shape[1] == 1:
-            every = h == 0
+        mine = h < self.positions.shape[1]
         shown = new["positions"].expand(batch, heads, n)[marked]
-        self.positions[b[every].to(self.device), h[every].to(self.device), where[every]] = shown[every]
+        self.positions[b[mine].to(self.device), h[mine].to(self.device), at[mine].to(self.device)] = shown[
+            mine.to(self.device)
+        ]
         index = ((b * heads + h) * self.table.shape[2] + page).to(self.device)[:, None]
         fresh = both.expand(batch, heads, n, -1)[marked]
         self.bounds.view(-1, both.shape[-1]).scatter_reduce_(0, index.expand_as(fresh), fresh, "amax")
