@@ -148,7 +148,7 @@ def profile(
     random.Random(SEED).shuffle(order)
     halves = [found[order[: len(order) // 2]], found[order[len(order) // 2 :]]]
     tensors = {"frequency": frequency(found, count), "instability": found.mean(0)}
-    said = {"windows": len(found), "pages": pages, "page_size": page_size, "unstable": unstable, "prompt": prompt}
+    said: dict[str, Any] = {"windows": len(found), "pages": pages, "page_size": page_size, "unstable": unstable, "prompt": prompt}
     if len(halves[0]):
         a, b = (set(least_stable(frequency(half, count), half.mean(0), count)) for half in halves)
         ranks = torch.stack([half.mean(0).flatten().argsort().argsort().double() for half in halves])
