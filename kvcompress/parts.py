@@ -206,6 +206,8 @@ class Prefill(ABC):
     """How the prompt's KV comes to be."""
 
     name: ClassVar[str]
+    all_queries: ClassVar[bool] = True
+    """False where keys and values are taken from elsewhere, so that their tokens' queries are never made."""
 
     @abstractmethod
     def run(self, session: PromptRunner, segments: list[Tensor], mask: Tensor | None) -> Prefilled:

@@ -15,8 +15,9 @@ from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
 from kvcompress.kept import kept as kept_positions
+from kvcompress.kvstore import KVStore
 from kvcompress.method import Method
-from kvcompress.parts import Prefilled
+from kvcompress.parts import Prefill, Prefilled
 
 if TYPE_CHECKING:
     from kvcompress.shared import SharedPrefill
@@ -38,8 +39,12 @@ class Session(Hooks):
         kernel: str = "auto",
         tokenizer: Any = None,
         shared: SharedPrefill | None = None,
+        store: KVStore | None = None,
     ):
         super().__init__(model, method, kernel, tokenizer)
+        if store is not None:
+            store.check(model)
+        self.store = store
         self.prefill_seconds: float | None = None  # unknown where the model was called, not the session
         self.shared = shared
 
@@ -47,14 +52,20 @@ class Session(Hooks):
 
     @torch.no_grad()
     def prefill(
-        self, ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None = None, cache: CompressedCache | None = None
+        self,
+        ids: Tensor | Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        cache: CompressedCache | None = None,
+        how: Prefill | None = None,
     ) -> Prefilled:
         """Run a prompt and compress when it ends.
 
         Args:
-            ids: LongTensor `[B, n]`, or segments `[B, n_i]` that are concatenated.
+            ids: LongTensor `[B, n]`, or segments `[B, n_i]` that are concatenated. A prefill that reuses chunks takes
+                the first of several for the prefix and the last for the question.
             attention_mask: `[B, n]` of these ids (or `[B, seen + n]`); zeros are padding.
             cache: continue this sequence with a later turn; by default a new sequence starts.
+            how: prefill this prompt in another way than the method does.
 
         Returns:
             the cache, logits `[B, V]` of the last position, and real tokens seen `[B]`.
@@ -72,13 +83,13 @@ class Session(Hooks):
         self.compressor.clock = Clock()
         self.compressor.kernels.clear()
         start = time.perf_counter()
-        if self.shared is not None and self.shared.serves(cache, segments, mask):
+        if how is None and self.shared is not None and self.shared.serves(cache, segments, mask):
             prefilled = self.shared.hand_over(self, cache)
         else:
-            prefilled = self.compressor.parts.prefill.run(self, segments, mask)
+            prefilled = (how or self.compressor.parts.prefill).run(self, segments, mask)
         self._synchronise()
         self.prefill_seconds = time.perf_counter() - start
-        self.compressor.end_of_prompt(cache)
+        self.compressor.end_of_prompt(prefilled.cache)
         return prefilled
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
@@ -311,6 +322,7 @@ class Session(Hooks):
             "kernel": "+".join(sorted(self.compressor.kernels)),
             "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},
             "moments": list(cache.moments),
+            **({"reuse": reuse} if (reuse := getattr(cache, "reuse", None)) is not None else {}),
             **(kept_positions(cache) if kept_map else {}),
         }
 
@@ -321,6 +333,7 @@ def compress(
     kernel: str = "auto",
     tokenizer: Any = None,
     shared: SharedPrefill | None = None,
+    store: KVStore | None = None,
 ) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
 
@@ -339,4 +352,4 @@ def compress(
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel, tokenizer, shared)
+    return Session(model, method, kernel, tokenizer, shared, store)
