@@ -201,11 +201,18 @@ class PromptRunner(Protocol):
         """Run `ids [B, n]` on the current cache, whole or in chunks, each compressed when it ends."""
         ...
 
+    def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: Any) -> Prefilled:
+        """Run a prompt whose segments but the last are reused as far as `plan` (`kvcompress.blend.Plan`) says."""
+        ...
+
 
 class Prefill(ABC):
     """How the prompt's KV comes to be."""
 
     name: ClassVar[str]
+    needs_segments: ClassVar[bool] = False
+    """True if the prompt's segments say what is reused: then prompts come through `session.prefill`, and one that is
+    given to `model(...)` is refused."""
 
     @abstractmethod
     def run(self, session: PromptRunner, segments: list[Tensor], mask: Tensor | None) -> Prefilled:
