@@ -102,6 +102,20 @@ ILLEGAL: list[tuple[str, Any]] = [
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
         lambda m, p: m.compact_positions and p.codec.name != "plain",
     ),
+    (
+        "compact positions renumber what is kept, and a prefill that reuses chunks puts them at the prompt's positions: "
+        "use positions=original or prefill=oneshot",
+        lambda m, p: p.prefill.needs_segments and m.compact_positions,
+    ),
+    (
+        "a prefill that reuses chunks runs the queries of recomputed tokens only, so attention mass and statistics over "
+        "all queries are not to be had: use prefill=oneshot, or a method that scores by keys or by the last queries",
+        lambda m, p: (
+            p.prefill.needs_segments
+            and p.scorer is not None
+            and any(n.mass or n.prerope for n in (p.scorer.needs, p.allocator.needs))
+        ),
+    ),
 ]
 
 

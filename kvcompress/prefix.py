@@ -64,12 +64,7 @@ def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
             f"the prompt reaches {total} tokens, but {session.model.config.model_type!r} has {limit} positions: shorten or "
             f"leave out segments (the longest has {max(segment.shape[1] for segment in segments)})"
         )
-    other = sorted(set(compat.layer_types(session.model)) - {"full_attention"})
-    if other:
-        raise ValueError(
-            f"{session.model.config.model_type!r} has layers with {', '.join(other)}, which hold a window of tokens only: "
-            "what they held for a prefix cannot be stored; use prefill=oneshot"
-        )
+    compat.check_reusable(session.model)
 
 
 def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
@@ -156,9 +151,10 @@ def place(session: Any, ids: Tensor, chunks: Sequence[ChunkKV]) -> None:
         session._phase = before
     passes.plan(session, cache, forward, ids)
     cache.forward, cache.broken = forward, True
-    for index, layer in enumerate(cache.layers):
-        pairs = [chunk.layer(index) for chunk in chunks]
-        keys, values = (torch.cat([pair[side] for pair in pairs], dim=2).to(session.model.device) for side in (0, 1))
+    modules = compat.decoder_layers(session.model)
+    for index, (layer, module) in enumerate(zip(cache.layers, modules, strict=True)):
+        pairs, device = [chunk.layer(index) for chunk in chunks], next(module.parameters()).device
+        keys, values = (torch.cat([pair[side] for pair in pairs], dim=2).to(device) for side in (0, 1))
         layer.update(keys, values, kwargs={})
         layer.fresh = None
     cache.forward, cache.broken = None, False

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcompress import compat
+from kvcompress import blend, chunks, compat
 from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
 from kvcompress.kept import kept as kept_positions
 from kvcompress.kvstore import KVStore
+from kvcompress.layer import Fusing
 from kvcompress.method import Method
 from kvcompress.parts import Prefill, Prefilled
 
@@ -44,6 +45,8 @@ class Session(Hooks):
         super().__init__(model, method, kernel, tokenizer)
         if store is not None:
             store.check(model)
+        elif self.compressor.parts.prefill.needs_segments:
+            store = KVStore(model, tokenizer=self.tokenizer)
         self.store = store
         self.prefill_seconds: float | None = None  # unknown where the model was called, not the session
         self.shared = shared
@@ -92,6 +95,18 @@ class Session(Hooks):
         self.compressor.end_of_prompt(prefilled.cache)
         return prefilled
 
+    @torch.no_grad()
+    def precompute(self, segments: Sequence[Tensor]) -> int:
+        """Have the chunks of a prompt `[prefix or first chunk, chunk, …, question]` in the store before it is run.
+
+        Returns:
+            how many were not there yet and were prefilled now; 0 where the prefill does not reuse chunks.
+        """
+        self._must_be_open()
+        if not self.compressor.parts.prefill.needs_segments:
+            return 0
+        return chunks.precompute(self, list(segments)[:-1])[1]
+
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
         cache = self._current()
@@ -106,6 +121,23 @@ class Session(Hooks):
             logits = self._forward("prompt", ids[:, start:stop], part)
         assert logits is not None and cache.real is not None
         return Prefilled(cache, logits, cache.real.clone())
+
+    def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: blend.Plan) -> Prefilled:
+        """Run a prompt whose segments but the last are reused as far as `plan` says."""
+        return blend.prefill(self, segments, mask, plan)
+
+    def forward_fused(self, ids: Tensor, fusion: Fusing) -> Tensor:
+        """The prompt `ids [1, n]` of which `fusion` lets some tokens through → logits `[1, V]`."""
+        self._fusion = fusion
+        try:
+            return self._forward("prompt", ids, None)
+        finally:
+            self._fusion = None
+
+    def run_apart(self, ids: Tensor, cache: CompressedCache) -> Tensor:
+        """Run `ids [1, n]` as a text of its own into `cache`, nothing evicted; the session's cache becomes this one."""
+        self.cache = cache
+        return self._forward("append", ids, None)
 
     def _streaming_chunk(self, limit: int) -> int:
         """The largest chunk that fits the model's positions beside what is held, for compact positions."""
@@ -314,17 +346,23 @@ class Session(Hooks):
                 "storage": "real",
             },
             "nbytes": held,
-            "active": evicted > 0,
+            "active": evicted > 0 or bool(cache.reuse and cache.reuse["tokens_reused"] > 0),
             "evicted": evicted,
             "clamped": cache.clamped,
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self._reuse_notes(cache)],
             "kept_per_layer": kept.double().mean(dim=(1, 2)).tolist(),
             "kernel": "+".join(sorted(self.compressor.kernels)),
             "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},
             "moments": list(cache.moments),
-            **({"reuse": reuse} if (reuse := getattr(cache, "reuse", None)) is not None else {}),
+            **({} if cache.reuse is None else {"reuse": dict(cache.reuse)}),
             **(kept_positions(cache) if kept_map else {}),
         }
+
+    def _reuse_notes(self, cache: CompressedCache) -> list[str]:
+        prefill = self.compressor.parts.prefill
+        if not prefill.needs_segments or cache.reuse is not None:
+            return []
+        return [f"prefill={prefill.name} had nothing to reuse: a prompt of one segment is all question"]
 
 
 def compress(
@@ -343,6 +381,7 @@ def compress(
         tokenizer: for methods that write prompts of their own (KVzip) and schedules that speak of tokens; by default the
             one `load` gave with the model.
         shared: a full prefill made before (`prefill_once`): a prompt of the same ids starts from it.
+        store: of chunks that a prefill reuses; by default one in memory that lives as long as the session.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:

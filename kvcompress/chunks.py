@@ -1,0 +1,152 @@
+"""Chunks that are used again at other positions: prefilled alone, kept before rotation, and laid out as one prompt."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcompress import compat
+from kvcompress.cache import CompressedCache
+from kvcompress.kvstore import ChunkKV
+from kvcompress.layer import CompressedLayer
+from kvcompress.parts import Plain
+
+if TYPE_CHECKING:
+    from kvcompress.session import Session
+
+Tensor = torch.Tensor
+
+AHEAD = 2  # layers that are loaded before they are needed
+
+
+def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[ChunkKV], int]:
+    """The chunks of a prompt from the session's store, those that it lacks prefilled and put into it.
+
+    The first segment is prefilled as it is, every other one behind the token that begins a text, where the model has
+    one: a chunk's own first token would otherwise get the attention that falls to the first token of any text.
+
+    Args:
+        segments: ids `[1, n]` or `[n]` of all segments but the question.
+
+    Returns:
+        the chunks, and how many of them were prefilled now.
+    """
+    first, store, computed = compat.first_token(session.model), session.store, 0
+    assert store is not None
+    chunks: list[ChunkKV] = []
+    for number, segment in enumerate(segments):
+        ids = segment.reshape(-1).cpu()
+        behind = [] if number == 0 or first is None else [first]
+        chunk = store.get(ids, behind)
+        if chunk is None:
+            chunk, computed = store.put(ids, *chunk_rows(session, ids, behind), behind), computed + 1
+        chunks.append(chunk)
+    return chunks, computed
+
+
+@torch.no_grad()
+def chunk_rows(session: Session, ids: Tensor, behind: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `behind`."""
+    cache, before = CompressedCache([], Plain(), False), session.cache
+    cache.layers[:] = compat.new_layers(session.model, lambda i: CompressedLayer(cache, i))
+    cache.owner, cache.model = session.compressor, weakref.ref(session.model)
+    text = torch.cat([torch.tensor(list(behind), dtype=torch.long), ids.reshape(-1).cpu()])
+    try:
+        session.run_apart(text[None], cache)
+    finally:
+        session.cache = before
+    keys, values, at = [], [], torch.arange(len(behind), len(text))
+    for layer in cache.full_layers:
+        k, v = layer.keys_values()
+        rotation = session.reuse_rotations[layer.index]
+        keys.append(rotation.unrotate(k[:, :, len(behind) :], at))
+        values.append(v[:, :, len(behind) :])
+    return keys, values
+
+
+class Rows:
+    """The keys and values of chunks laid one after the other from position 0, layer by layer, loaded ahead.
+
+    A thread reads and rotates the next layers while this one is computed. Use as a context manager.
+
+    Attributes:
+        bytes_loaded: of keys and values read so far; `load_s` seconds it took to read and rotate them, of which the
+            forward had to wait `wait_s`.
+    """
+
+    def __init__(self, session: Session, chunks: Sequence[ChunkKV], first: int, room: int):
+        """Args:
+        first: layers before it are not reused.
+        room: tokens after the chunks that the tensors have room for.
+        """
+        self.length = sum(len(chunk) for chunk in chunks)
+        self.bytes_loaded, self.load_s, self.wait_s = 0, 0.0, 0.0
+        self._chunks, self._rotations, self._room = chunks, session.reuse_rotations, room
+        self._dtype = session.model.dtype
+        self._devices = [next(layer.parameters()).device for layer in compat.decoder_layers(session.model)]
+        self._tables: dict[Any, tuple[Tensor, Tensor] | None] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._next = first
+        self._coming: list[Future[Any]] = []
+        self._loader = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Rows:
+        self._go_ahead()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loader.shutdown(wait=True, cancel_futures=True)
+
+    def _go_ahead(self) -> None:
+        while len(self._coming) < AHEAD and self._next < len(self._devices):
+            self._coming.append(self._loader.submit(self._load, self._next))
+            self._next += 1
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The next layer's keys, rotated, and values, `[1, H_kv, length + room, D]`; what is in the room means nothing."""
+        start = time.perf_counter()
+        keys, values, event = self._coming.pop(0).result()
+        self._go_ahead()
+        if event is not None:  # loaded on a stream of its own
+            event.wait()
+            current = torch.cuda.current_stream(keys.device)
+            keys.record_stream(current)
+            values.record_stream(current)
+        self.wait_s += time.perf_counter() - start
+        return keys, values
+
+    @torch.no_grad()
+    def _load(self, index: int) -> tuple[Tensor, Tensor, Any]:
+        start, device = time.perf_counter(), self._devices[index]
+        if device.type != "cuda":
+            return *self._laid_out(index, device, start), None
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.stream(stream):
+            keys, values = self._laid_out(index, device, start)
+            return keys, values, stream.record_event()
+
+    def _laid_out(self, index: int, device: torch.device, start: float) -> tuple[Tensor, Tensor]:
+        parts = [chunk.layer(index) for chunk in self._chunks]
+        self.bytes_loaded += sum(k.nbytes + v.nbytes for k, v in parts)
+        laid: list[Tensor] = []
+        for side in zip(*parts, strict=True):
+            whole = torch.cat(side, dim=2).to(device, self._dtype)
+            if not laid:  # keys
+                whole = self._rotations[index].rotate_by(whole, self._table(index, device))
+            room = whole.new_empty(1, whole.shape[1], self.length + self._room, whole.shape[3])
+            room[:, :, : self.length] = whole
+            laid.append(room)
+        self.load_s += time.perf_counter() - start
+        return laid[0], laid[1]
+
+    def _table(self, index: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        rotation = self._rotations[index]
+        key = id(rotation), device
+        if key not in self._tables:
+            self._tables[key] = rotation.table(torch.arange(self.length, device=device))
+        return self._tables[key]
