@@ -32,6 +32,7 @@ Tensor = torch.Tensor
 
 FORMS = ("raw", "rotated")
 MEMORY_BYTES = 2 << 30
+DISK_MB = 16 << 10  # of a store that nobody gave a limit
 
 
 class ChunkKV(Protocol):
@@ -321,7 +322,7 @@ _stores: weakref.WeakKeyDictionary[Any, dict[Any, KVStore]] = weakref.WeakKeyDic
 
 
 def store_of(
-    model: Any, name: str, memory_mb: int = MEMORY_BYTES >> 20, disk: bool = False, disk_mb: int | None = None
+    model: Any, name: str, memory_mb: int = MEMORY_BYTES >> 20, disk: bool = False, disk_mb: int | None = DISK_MB
 ) -> KVStore:
     """The store of a model for a purpose `name`, made when first asked for: one per purpose and settings.
 

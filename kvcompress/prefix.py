@@ -107,7 +107,7 @@ def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
         "context_tokens": sum(sizes[:-1]),
         "question_tokens": sizes[-1],
         "tokens_reused": reused,
-        "tokens_recomputed": computed,
+        "tokens_recomputed": sum(sizes[:-1]) - reused,
         "recompute_share": computed / whole.shape[1],
         "chunks": len(spans),
         "chunks_computed": len(missing),
