@@ -136,8 +136,8 @@ def fit(asked: Asked, encode: Encoder, room: int | None, how: str, most: int | N
 
     Args:
         room: tokens of all passages together at most, None: all of them whole.
-        how: "drop" leaves out whole passages until the rest fits (a single one that does not is cut); those that hold
-            an answer stay longest, then those that come first. "cut" cuts the longest at their ends, all to one length.
+        how: "drop" leaves out whole passages until the rest fits; those that hold an answer are chosen first, then those
+            that come first, and the very first is cut if it alone is too long. "cut" cuts the longest at their ends, all to one length.
         most: passages at most, chosen in the same way.
         shuffle: what the order is drawn by; None: as in the record.
 
@@ -168,12 +168,12 @@ def fit(asked: Asked, encode: Encoder, room: int | None, how: str, most: int | N
 
 
 def _within(ranked: Sequence[int], lengths: Sequence[int], room: int) -> list[int]:
-    """As many as fit, the first ones first; at least one."""
-    kept: list[int] = []
-    for i in ranked:
+    """The first one, and of the others as many as fit beside those before them."""
+    kept = list(ranked[:1])
+    for i in ranked[1:]:
         if sum(lengths[j] for j in kept) + lengths[i] <= room:
             kept.append(i)
-    return kept or list(ranked[:1])
+    return kept
 
 
 def shared_out(lengths: Mapping[int, int], room: int) -> dict[int, int]:

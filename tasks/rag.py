@@ -208,7 +208,7 @@ class Rag(Task):
         Returns:
             beside what any task returns: `seconds` (per way a list, one per round) and `precompute_s` of chunks that
             were not in the store, outside of them; `reuse` and `prefix_reuse`, what was computed and what reused;
-            `positions`, the lists of `compare` along the full model's answer; `f1`.
+            `positions`, the lists of `compare` along the full model's answer; `f1`, and `f1_full` of that answer.
         """
         if sample.reference is None:
             raise ValueError("rag compares with a reference: run it through the runner, or set sample.reference")
@@ -242,7 +242,10 @@ class Rag(Task):
         end, tokens = session.report(), [int(token) for token in answer.tokens[0]]
         session.cache = held
         positions = _followed(session, sample.reference)
-        text = session.tokenizer.decode(tokens, skip_special_tokens=True)
+        text, full = (
+            session.tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in (tokens, sample.reference["tokens"].tolist())
+        )
         sizes = [segment.shape[1] for segment in segments]
         return {
             "tokens": [tokens],
@@ -262,6 +265,7 @@ class Rag(Task):
             "prefix_reuse": _reuse(found.get("prefix", {}), sizes),
             "positions": positions,
             "f1": f1(text, turn.references, session.tokenizer),
+            "f1_full": f1(full, turn.references, session.tokenizer),
         }
 
     # ------------------------------------------------------------------ scores
@@ -271,6 +275,7 @@ class Rag(Task):
         words = max(qa_f1(answer_of(out["text"][0]), reference) for reference in sample.turns[0].references)
         scores = {"score": out.get("f1", words), "f1_words": words}
         if "positions" in out:
+            scores["f1_full"] = out["f1_full"]
             scores["kl"], scores["kl_first"] = fmean(out["positions"]["kl"]), out["positions"]["kl"][0]
             scores["agree"] = fmean(out["positions"]["agree"])
             scores |= {f"ttft_to_{way}": median(_ratios(out, way)) for way in self.baselines}
@@ -281,6 +286,7 @@ class Rag(Task):
         outs = [row["out"] for row in rows]
         kl = [fmean(out["positions"]["kl"]) for out in outs]
         found: dict[str, Any] = {
+            "f1_full": fmean(out["f1_full"] for out in outs),
             "kl": fmean(kl),
             "kl_stderr": stdev(kl) / math.sqrt(len(kl)) if len(kl) > 1 else None,
             "kl_first": fmean(out["positions"]["kl"][0] for out in outs),
