@@ -68,8 +68,10 @@ def _median(way: str) -> Callable[[Record], str]:
 
 def _paired(way: str) -> Callable[[Record], str]:
     def show(record: Record) -> str:
-        found = [record.get(f"metrics.ttft_to_{way}{end}") for end in ("", ".q1", ".q3")]
-        return "–" if None in found else "{:.2f} ({:.2f}–{:.2f})".format(*found)
+        key = f"metrics.ttft_to_{way}"
+        if record.get(key) is None:
+            return "–"
+        return f"{record[key]:.2f} ({record[f'{key}.q1']:.2f}–{record[f'{key}.q3']:.2f})"
 
     return show
 
