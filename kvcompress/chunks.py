@@ -14,6 +14,7 @@ from kvcompress import compat
 from kvcompress.cache import CompressedCache
 from kvcompress.kvstore import ChunkKV
 from kvcompress.layer import CompressedLayer
+from kvcompress.layouts import DenseStore
 from kvcompress.parts import Plain
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def chunk_rows(session: Session, ids: Tensor, behind: Sequence[int] = ()) -> tup
     """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `behind`."""
     cache, before = CompressedCache([], Plain(), False), session.cache
     cache.layers[:] = compat.new_layers(session.model, lambda i: CompressedLayer(cache, i))
+    hold_all(cache)
     cache.owner, cache.model = session.compressor, weakref.ref(session.model)
     text = torch.cat([torch.tensor(list(behind), dtype=torch.long), ids.reshape(-1).cpu()])
     try:
@@ -61,12 +63,52 @@ def chunk_rows(session: Session, ids: Tensor, behind: Sequence[int] = ()) -> tup
     finally:
         session.cache = before
     keys, values, at = [], [], torch.arange(len(behind), len(text))
-    for layer in cache.full_layers:
+    for layer in cache.layers:
+        assert isinstance(layer, CompressedLayer)
         k, v = layer.keys_values()
         rotation = session.reuse_rotations[layer.index]
         keys.append(rotation.unrotate(k[:, :, len(behind) :], at))
         values.append(v[:, :, len(behind) :])
     return keys, values
+
+
+class WindowLayer(CompressedLayer):
+    """Stands in for a sliding layer while a prompt is made: holds all of its tokens, and masks by the window."""
+
+    temporary = True
+    full_width = 0  # no part of what a cache is measured by
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        forward = self.holder().forward
+        assert kwargs is not None and forward is not None
+        kwargs["kv_layer"] = self
+        if forward.fusion is not None:
+            key_states, value_states = forward.fusion.fuse(self.index, key_states, value_states)
+        positions = forward.on("positions", key_states.device)[:, None]
+        counts = forward.added[:, None].expand(-1, key_states.shape[1])
+        self.store = DenseStore({"keys": key_states, "values": value_states, "positions": positions}, counts)
+        self.seen, self.fresh = key_states.shape[2], (key_states, value_states)
+        return self.fresh
+
+    def keys_values(self) -> tuple[Tensor, Tensor]:
+        return self.held().get("keys"), self.held().get("values")
+
+
+def hold_all(cache: CompressedCache) -> None:
+    """Let an empty cache's sliding layers hold all tokens, until `let_go`."""
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, CompressedLayer):
+            cache.layers[index] = WindowLayer(cache, index)
+
+
+def let_go(cache: CompressedCache, index: int, sliding: Any) -> None:
+    """Put transformers' empty layer `sliding` in the place of one that held all, with what it would hold of it."""
+    held = cache.layers[index]
+    if isinstance(held, WindowLayer):
+        sliding.update(*held.keys_values())
+        cache.layers[index] = sliding
 
 
 class Rows:

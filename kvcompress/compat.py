@@ -144,11 +144,11 @@ def check_reusable(model: PreTrainedModel) -> None:
     Raises:
         ValueError: layers that do not hold all tokens, or whose place in the forward is not known.
     """
-    other = sorted({kind for kind in layer_types(model) if kind != "full_attention"})
+    other = sorted(set(layer_types(model)) - {"full_attention", "sliding_attention"})
     if other:
         raise ValueError(
-            f"{model.config.model_type!r} has layers with {', '.join(other)}, which hold a window of tokens only: chunks "
-            "are reused in full-attention layers; use prefill=oneshot"
+            f"{model.config.model_type!r} has layers with {', '.join(other)}: chunks are reused in layers with full or "
+            "sliding attention; use prefill=oneshot"
         )
     decoder_layers(model)
 

@@ -108,6 +108,7 @@ class CompressedLayer(CacheLayerMixin):
     """Keys, values and positions of one full-attention layer, and the state a method keeps beside them."""
 
     is_sliding = False
+    temporary = False  # True where it stands in for a sliding layer while a prompt is made: then nothing is evicted
     is_croppable = False
     is_compileable = False
     supports_early_init = False
