@@ -166,7 +166,9 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
             return None
         hidden = args[0] if args else kwargs.pop("hidden_states")
         if len(args) > 1:
-            raise ValueError(f"a {type(module).__name__} is called with arguments that have no name: not known to reuse")
+            raise ValueError(
+                f"a {type(module).__name__} is called with arguments that have no name: not known to reuse"
+            )
         if kwargs.get("attention_mask") is not None:  # transformers' for a window, which positions say as well
             kwargs["attention_mask"] = None
         hidden, kwargs = fusion.before_layer(hidden, kwargs)

@@ -124,6 +124,4 @@ class CacheBlend(Method):
     mix: bool | None = None
 
     def make_prefill(self) -> Blended:
-        return Blended(
-            self.ratio, self.check_layer, self.deviation, self.selection, self.start, self.mix, self.preset
-        )
+        return Blended(self.ratio, self.check_layer, self.deviation, self.selection, self.start, self.mix, self.preset)
