@@ -194,6 +194,7 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
             return widened(output[0], fusion.stay, fusion.rows[-1]), *output[1:]
         return widened(output, fusion.stay, fusion.rows[-1])
 
+    session._fusion = fusion
     try:
         for index, layer in enumerate(compat.decoder_layers(session.model)):
             undo.append(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
@@ -204,6 +205,7 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
                 undo += [mlp.register_forward_pre_hook(before_mlp), mlp.register_forward_hook(after_mlp)]
         yield
     finally:
+        session._fusion = None
         for handle in undo:
             handle.remove()
 
@@ -240,7 +242,7 @@ def _fused(
     with Rows(session, chunks, plan.check_layer, segments[-1].shape[1]) as reused:
         fusion = Fusion(plan, reused, length, n_layers)
         with attached(session, fusion):
-            logits = session.forward_fused(ids, fusion)
+            logits = session._forward("prompt", ids, None)
         assert cache.real is not None
         cache.reuse = _report(fusion, reused, len(chunks), computed, precompute_s)
     return Prefilled(cache, logits, cache.real.clone())

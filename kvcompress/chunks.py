@@ -38,37 +38,37 @@ def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[Chunk
         the chunks, and how many of them were prefilled now.
     """
     first, store, computed = compat.first_token(session.model), session.store, 0
-    assert store is not None
     chunks: list[ChunkKV] = []
     for number, segment in enumerate(segments):
         ids = segment.reshape(-1).cpu()
-        behind = [] if number == 0 or first is None else [first]
-        chunk = store.get(ids, behind)
+        lead = [] if number == 0 or first is None else [first]
+        chunk = store.get(ids, lead)
         if chunk is None:
-            chunk, computed = store.put(ids, *chunk_rows(session, ids, behind), behind), computed + 1
+            chunk, computed = store.put(ids, *chunk_rows(session, ids, lead), lead), computed + 1
         chunks.append(chunk)
     return chunks, computed
 
 
 @torch.no_grad()
-def chunk_rows(session: Session, ids: Tensor, behind: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `behind`."""
+def chunk_rows(session: Session, ids: Tensor, lead: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `lead`."""
     cache, before = CompressedCache([], Plain(), False), session.cache
     cache.layers[:] = compat.new_layers(session.model, lambda i: CompressedLayer(cache, i))
     hold_all(cache)
     cache.owner, cache.model = session.compressor, weakref.ref(session.model)
-    text = torch.cat([torch.tensor(list(behind), dtype=torch.long), ids.reshape(-1).cpu()])
+    text = torch.cat([torch.tensor(list(lead), dtype=torch.long), ids.reshape(-1).cpu()])
     try:
-        session.run_apart(text[None], cache)
+        session.cache = cache
+        session._forward("append", text[None], None)  # nothing is evicted
     finally:
         session.cache = before
-    keys, values, at = [], [], torch.arange(len(behind), len(text))
+    keys, values, at = [], [], torch.arange(len(lead), len(text))
     for layer in cache.layers:
         assert isinstance(layer, CompressedLayer)
         k, v = layer.keys_values()
         rotation = session.reuse_rotations[layer.index]
-        keys.append(rotation.unrotate(k[:, :, len(behind) :], at))
-        values.append(v[:, :, len(behind) :])
+        keys.append(rotation.unrotate(k[:, :, len(lead) :], at))
+        values.append(v[:, :, len(lead) :])
     return keys, values
 
 

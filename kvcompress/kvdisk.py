@@ -43,8 +43,8 @@ class Damaged(ValueError):
 class Entry:
     """One open file. Its bytes are memory-mapped: a layer is read from disk when it is asked for."""
 
-    def __init__(self, path: Path, file: Any, ids: Tensor, sums: Mapping[str, int], layers: int) -> None:
-        self.path, self.ids, self.layers = path, ids, layers
+    def __init__(self, path: Path, file: Any, ids: Tensor, sums: Mapping[str, int], nbytes: int) -> None:
+        self.path, self.ids, self.nbytes, self.layers = path, ids, nbytes, (len(sums) - 1) // 2
         self._file, self._sums = file, sums
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class DiskTier:
         try:
             sums = {str(name): int(value) for name, value in json.loads(about["sums"]).items()}
             names = set(file.keys())
-            layers = (len(sums) - 1) // 2
+            layers, nbytes = (len(sums) - 1) // 2, int(about["nbytes"])
         except (KeyError, ValueError, AttributeError) as error:
             raise Damaged(f"has a damaged header ({error})") from None
         wanted = {"ids", *(f"{kind}.{i}" for i in range(layers) for kind in ("keys", "values"))}
@@ -123,7 +123,7 @@ class DiskTier:
             os.utime(path)  # when it was last used, for the limit
         except OSError:
             logger.debug("cannot touch %s", path)
-        return Entry(path, file, held, sums, layers)
+        return Entry(path, file, held, sums, nbytes)
 
     def refuse(self, path: Path, fault: Damaged) -> None:
         """Report an entry, and do not ask for it again until it is written anew."""
@@ -154,6 +154,7 @@ class DiskTier:
             return False
         sums = {name: _sum(tensor) for name, tensor in tensors.items()}
         about = {"format": FORMAT, "identity": self._identity, "key": key, "sums": json.dumps(sums)}
+        about["nbytes"] = str(sum(tensor.nbytes for pair in layers for tensor in pair))
         path = self.path(key)
         temporary = self.own / f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
         try:

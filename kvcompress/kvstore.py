@@ -1,7 +1,7 @@
 """Keys and values of chunks of text, kept to be used again: in memory up to a limit, and on disk.
 
 An entry is known by what its values follow from: the model (weights, configuration, number type), the tokenizer, the
-chunk's token ids, the ids it was prefilled behind, and whether its keys are stored before rotation ("raw", to be used
+chunk's token ids, the `lead` it was prefilled behind, and whether its keys are stored before rotation ("raw", to be used
 at any position) or as the cache holds them ("rotated"). What is damaged or of another origin is reported and never
 used; who asked for it computes it again.
 """
@@ -40,6 +40,11 @@ class ChunkKV(Protocol):
     ids: Tensor
 
     def __len__(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its keys and values."""
+        ...
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, `[1, H_kv, n, D]` each, on the CPU; not to be written to.
@@ -113,6 +118,10 @@ class OnDisk:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        return self._entry.nbytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         found = self._layers.get(index)
@@ -190,7 +199,7 @@ class KVStore:
                 f"this store holds chunks of another model ({theirs}; here {ours}): KVStore(model) for this"
             )
 
-    def key(self, ids: Sequence[int] | Tensor, behind: Sequence[int] | Tensor = (), form: str = "raw") -> str:
+    def key(self, ids: Sequence[int] | Tensor, lead: Sequence[int] | Tensor = (), form: str = "raw") -> str:
         """32 hex digits that stand for a chunk of this model.
 
         Raises:
@@ -198,22 +207,20 @@ class KVStore:
         """
         if form not in FORMS:
             raise ValueError(f"form={form!r}; valid: {', '.join(FORMS)}")
-        chunk, before = _listed(ids), _listed(behind)
+        chunk, before = _listed(ids), _listed(lead)
         if not chunk:
             raise ValueError("an empty chunk has no keys and values: leave it out")
         text = json.dumps([self.identity, form, before, chunk], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def get(
-        self, ids: Sequence[int] | Tensor, behind: Sequence[int] | Tensor = (), form: str = "raw"
-    ) -> ChunkKV | None:
-        """The chunk `ids [n]` as it is after `behind`, or None where it has to be computed.
+    def get(self, ids: Sequence[int] | Tensor, lead: Sequence[int] | Tensor = (), form: str = "raw") -> ChunkKV | None:
+        """The chunk `ids [n]` as it is behind `lead`, or None where it has to be computed.
 
         Args:
-            behind: ids it was prefilled after: none, only the model's first token, or all of a prompt so far.
+            lead: ids it was prefilled behind: none, only the model's first token, or all of a prompt so far.
             form: of its keys, "raw" (before rotation) or "rotated".
         """
-        key = self.key(ids, behind, form)
+        key = self.key(ids, lead, form)
         with self._lock:
             held = self._held.get(key)
             if held is not None:
@@ -239,7 +246,7 @@ class KVStore:
         ids: Sequence[int] | Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        behind: Sequence[int] | Tensor = (),
+        lead: Sequence[int] | Tensor = (),
         form: str = "raw",
     ) -> ChunkKV:
         """Keep a copy of a chunk's keys and values, one `[1, H_kv, n, D]` of each per layer, and return it.
@@ -249,7 +256,7 @@ class KVStore:
         Raises:
             ValueError: shapes that do not fit the ids.
         """
-        key, chunk = self.key(ids, behind, form), _listed(ids)
+        key, chunk = self.key(ids, lead, form), _listed(ids)
         for kind, tensors in (("keys", keys), ("values", values)):
             for index, tensor in enumerate(tensors):
                 if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != len(chunk):
@@ -313,7 +320,9 @@ def _copy(tensor: Tensor) -> Tensor:
 _stores: weakref.WeakKeyDictionary[Any, dict[Any, KVStore]] = weakref.WeakKeyDictionary()
 
 
-def store_of(model: Any, name: str, memory_mb: int, disk: bool = False, disk_mb: int | None = None) -> KVStore:
+def store_of(
+    model: Any, name: str, memory_mb: int = MEMORY_BYTES >> 20, disk: bool = False, disk_mb: int | None = None
+) -> KVStore:
     """The store of a model for a purpose `name`, made when first asked for: one per purpose and settings.
 
     Args:

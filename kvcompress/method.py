@@ -60,6 +60,13 @@ __all__ = [
     "reduce_group",
 ]
 
+
+def _observes_all(scorer: Scorer, allocator: Allocator) -> bool:
+    """True if more than the last queries of a prompt are looked at."""
+    needs = scorer.needs | allocator.needs
+    return needs.mass or needs.hidden or needs.prerope or type(scorer).observe is not Scorer.observe
+
+
 # One row per rule: (what is refused, test on (method, parts)). Any combination no row refuses is legal.
 ILLEGAL: list[tuple[str, Any]] = [
     (
@@ -70,6 +77,11 @@ ILLEGAL: list[tuple[str, Any]] = [
             and p.scorer is not None
             and (p.scorer.needs.mass or p.scorer.needs.window == 1)
         ),
+    ),
+    (
+        "a prefill that takes keys and values from a store makes no query of their tokens, which this scorer observes: use "
+        "prefill=oneshot, or a method that scores by keys or by the last queries",
+        lambda m, p: not p.prefill.all_queries and p.scorer is not None and _observes_all(p.scorer, p.allocator),
     ),
     (
         "an allocator needs a scorer to rank what it hands out",
@@ -95,15 +107,6 @@ ILLEGAL: list[tuple[str, Any]] = [
         "compact positions renumber what is kept, and a prefill that reuses chunks puts them at the prompt's positions: "
         "use positions=original or prefill=oneshot",
         lambda m, p: p.prefill.needs_segments and m.compact_positions,
-    ),
-    (
-        "a prefill that reuses chunks runs the queries of recomputed tokens only, so attention mass and statistics over "
-        "all queries are not to be had: use prefill=oneshot, or a method that scores by keys or by the last queries",
-        lambda m, p: (
-            p.prefill.needs_segments
-            and p.scorer is not None
-            and any(n.mass or n.prerope for n in (p.scorer.needs, p.allocator.needs))
-        ),
     ),
 ]
 

@@ -210,6 +210,8 @@ class Prefill(ABC):
     """How the prompt's KV comes to be."""
 
     name: ClassVar[str]
+    all_queries: ClassVar[bool] = True
+    """False where keys and values are taken from elsewhere, so that their tokens' queries are never made."""
     needs_segments: ClassVar[bool] = False
     """True if the prompt's segments say what is reused: then prompts come through `session.prefill`, and one that is
     given to `model(...)` is refused."""

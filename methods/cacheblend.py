@@ -39,6 +39,7 @@ class Blended(Prefill):
 
     name: ClassVar[str] = "cacheblend"
     needs_segments: ClassVar[bool] = True
+    all_queries: ClassVar[bool] = False
 
     ratio: float | None = None
     check_layer: int = 1

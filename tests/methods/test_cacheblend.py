@@ -372,8 +372,8 @@ def test_a_chunk_that_proves_damaged_half_way_is_computed_anew():
     class Breaking(KVStore):
         broken = True
 
-        def get(self, ids, behind=(), form="raw"):
-            chunk = super().get(ids, behind, form)
+        def get(self, ids, lead=(), form="raw"):
+            chunk = super().get(ids, lead, form)
             if chunk is None or not self.broken or len(ids) != 16:
                 return chunk
             store = self
@@ -554,14 +554,16 @@ def test_settings_that_make_no_sense_are_refused(options, match):
             kind(**options)
 
 
-@pytest.mark.parametrize("name", ["H2O", "TOVA", "Scissorhands", "ExpectedAttention"])
+@pytest.mark.parametrize("name", ["H2O", "TOVA", "Scissorhands", "ExpectedAttention", "QFilters"])
 def test_methods_that_want_all_queries_are_refused_with_a_blended_prefill(name):
     """Attention mass and statistics of queries would be those of the recomputed tokens only."""
     needs = make(name, 0.5).make_scorer().needs
     if not needs.mass and not needs.prerope:
         assert make(name, 0.5, prefill=Blended()).parts().prefill.name == "cacheblend"
         return
-    with pytest.raises(ValueError, match="runs the queries of recomputed tokens only"):
+    with pytest.raises(
+        ValueError, match="makes no query of their tokens, which this scorer observes: use prefill=oneshot"
+    ):
         make(name, 0.5, prefill=Blended())
 
 
