@@ -64,7 +64,7 @@ __all__ = [
 def _observes_all(scorer: Scorer, allocator: Allocator) -> bool:
     """True if more than the last queries of a prompt are looked at."""
     needs = scorer.needs | allocator.needs
-    return needs.mass or needs.hidden or needs.prerope or type(scorer).observe is not Scorer.observe
+    return needs.mass or needs.hidden or needs.prerope or scorer.observes
 
 
 # One row per rule: (what is refused, test on (method, parts)). Any combination no row refuses is legal.
