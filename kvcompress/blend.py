@@ -222,13 +222,16 @@ def prefill(session: Session, segments: Sequence[Tensor], mask: Tensor | None, p
     if len(segments) < 2 or cache.real is not None:
         return session.forward_prompt(torch.cat(list(segments), dim=1), mask)
     _check(session, segments, mask, plan)
-    start = time.perf_counter()
+    start, damaged = time.perf_counter(), 0
     while True:
         chunks, computed = precompute(session, segments[:-1])
         precompute_s = time.perf_counter() - start
         try:
             return _fused(session, segments, chunks, plan, computed, precompute_s)
-        except Damaged:  # found while it was read; the store has forgotten it and it is computed now
+        except Damaged:  # found while it was read: the store has forgotten it, so that it is computed now
+            damaged += 1
+            if damaged > len(chunks):
+                raise
             session.cache = session.new_cache()
 
 

@@ -130,7 +130,8 @@ class Rows:
         self.bytes_loaded, self.load_s, self.wait_s = 0, 0.0, 0.0
         self._chunks, self._rotations, self._room = chunks, session.reuse_rotations, room
         self._dtype = session.model.dtype
-        self._devices = [next(layer.parameters()).device for layer in compat.decoder_layers(session.model)]
+        found = [next(layer.parameters()).device for layer in compat.decoder_layers(session.model)]
+        self._devices = [torch.device("cpu") if device.type == "meta" else device for device in found]  # kept off it
         self._tables: dict[Any, tuple[Tensor, Tensor] | None] = {}
         self._streams: dict[torch.device, Any] = {}
         self._next = first
@@ -155,8 +156,8 @@ class Rows:
         keys, values, event = self._coming.pop(0).result()
         self._go_ahead()
         if event is not None:  # loaded on a stream of its own
-            event.wait()
             current = torch.cuda.current_stream(keys.device)
+            event.wait(current)
             keys.record_stream(current)
             values.record_stream(current)
         self.wait_s += time.perf_counter() - start
@@ -167,7 +168,9 @@ class Rows:
         start, device = time.perf_counter(), self._devices[index]
         if device.type != "cuda":
             return *self._laid_out(index, device, start), None
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         with torch.cuda.stream(stream):
             keys, values = self._laid_out(index, device, start)
             return keys, values, stream.record_event()

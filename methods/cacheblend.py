@@ -23,7 +23,8 @@ class Blended(Prefill):
 
     Every layer up to the check layer is computed for all tokens. There the computed rows are compared with the reused
     ones, and `ratio` of the context tokens go on; the question always does. At ratio 0 all of the context is reused in
-    the layers behind, at 1 the result is a full prefill.
+    the layers behind, at 1 the result is a full prefill. A method that evicts by its last queries sees the last ones
+    that were computed.
 
     Attributes:
         ratio: share of the context tokens that are recomputed behind the check layer, averaged over the layers.
