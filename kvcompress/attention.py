@@ -137,7 +137,7 @@ def attend(
         part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
         seen_at = positions[batch, kv if positions.shape[1] > 1 else ALL[1]]
         asked_at = queries[batch] if queries.shape[0] > 1 else queries
-        for rows in blocks(n, q[batch, heads], keys):
+        for rows in blocks(n, q[batch, heads], keys, logits=math):
             last = seen_at_most(store, forward, rows.stop, n) if ordered else store.length
             start = seen_by_all(store, forward, features, rows, n) if math else 0
             allowed = visible(seen_at[..., start:last], asked_at[:, rows], features.window)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from kvcompress import compat
-from kvcompress.chunks import Rows, precompute
+from kvcompress.chunks import Rows, hold_all, let_go, precompute
 from kvcompress.kvstore import ChunkKV, Damaged
-from kvcompress.layer import Forward
+from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.parts import Prefilled
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ def widened(output: Tensor, rows: Tensor | None, length: int) -> Tensor:
 def attached(session: Session, fusion: Fusion) -> Iterator[None]:
     """Hooks on the decoder layers, and on their MLPs, which let pass what `fusion` says."""
     undo: list[Any] = []
+    windows = compat.new_layers(session.model, lambda index: CompressedLayer(session.new_cache(), index))
 
     def ours() -> bool:  # other forwards run in between: extra passes of a scorer
         cache = session.cache
@@ -168,8 +169,18 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
             raise ValueError(
                 f"a {type(module).__name__} is called with arguments that have no name: not known to reuse"
             )
+        if kwargs.get("attention_mask") is not None:  # transformers' for a window, which positions say as well
+            kwargs["attention_mask"] = None
         hidden, kwargs = fusion.before_layer(hidden, kwargs)
         return (hidden,), kwargs
+
+    def after_layer(index: int) -> Any:
+        def let_window_go(module: Any, args: Any, output: Any) -> None:
+            if ours():
+                assert session.cache is not None
+                let_go(session.cache, index, windows[index])
+
+        return let_window_go
 
     def before_mlp(module: Any, args: tuple[Any, ...]) -> Any:
         if not ours() or fusion.stay is None:
@@ -183,14 +194,18 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
             return widened(output[0], fusion.stay, fusion.rows[-1]), *output[1:]
         return widened(output, fusion.stay, fusion.rows[-1])
 
+    session._fusion = fusion
     try:
-        for layer in compat.decoder_layers(session.model):
+        for index, layer in enumerate(compat.decoder_layers(session.model)):
             undo.append(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
+            if not isinstance(windows[index], CompressedLayer):
+                undo.append(layer.register_forward_hook(after_layer(index)))
             mlp = compat.feed_forward(layer)
             if mlp is not None:  # in a layer that some tokens leave, nothing is wasted on them
                 undo += [mlp.register_forward_pre_hook(before_mlp), mlp.register_forward_hook(after_mlp)]
         yield
     finally:
+        session._fusion = None
         for handle in undo:
             handle.remove()
 
@@ -207,27 +222,31 @@ def prefill(session: Session, segments: Sequence[Tensor], mask: Tensor | None, p
     if len(segments) < 2 or cache.real is not None:
         return session.forward_prompt(torch.cat(list(segments), dim=1), mask)
     _check(session, segments, mask, plan)
-    start = time.perf_counter()
+    start, damaged = time.perf_counter(), 0
     while True:
         chunks, computed = precompute(session, segments[:-1])
         precompute_s = time.perf_counter() - start
         try:
             return _fused(session, segments, chunks, plan, computed, precompute_s)
-        except Damaged:  # found while it was read; the store has forgotten it and it is computed now
+        except Damaged:  # found while it was read: the store has forgotten it, so that it is computed now
+            damaged += 1
+            if damaged > len(chunks):
+                raise
             session.cache = session.new_cache()
 
 
 def _fused(
     session: Session, segments: Sequence[Tensor], chunks: list[ChunkKV], plan: Plan, computed: int, precompute_s: float
 ) -> Prefilled:
-    ids = torch.cat(list(segments), dim=1)
-    length, n_layers = ids.shape[1], len(session.full_layers)
+    ids, cache = torch.cat(list(segments), dim=1), session.cache
+    assert cache is not None
+    length, n_layers = ids.shape[1], len(cache.layers)
+    hold_all(cache)
     with Rows(session, chunks, plan.check_layer, segments[-1].shape[1]) as reused:
         fusion = Fusion(plan, reused, length, n_layers)
         with attached(session, fusion):
-            logits = session.forward_fused(ids, fusion)
-        cache = session.cache
-        assert cache is not None and cache.real is not None
+            logits = session._forward("prompt", ids, None)
+        assert cache.real is not None
         cache.reuse = _report(fusion, reused, len(chunks), computed, precompute_s)
     return Prefilled(cache, logits, cache.real.clone())
 
@@ -270,8 +289,9 @@ def _check(session: Session, segments: Sequence[Tensor], mask: Tensor | None, pl
             f"the prompt reaches {length} tokens, its longest segment ({longest}) {segments[longest].shape[1]}, but "
             f"{session.model.config.model_type!r} has {limit} positions: give fewer or shorter chunks"
         )
-    if plan.check_layer >= len(session.full_layers) - 1:
+    layers = len(compat.layer_types(session.model))
+    if plan.check_layer >= layers - 1:
         raise ValueError(
-            f"check_layer={plan.check_layer} leaves no layer to reuse: {session.model.config.model_type!r} has "
-            f"{len(session.full_layers)}, so at most {len(session.full_layers) - 2}"
+            f"check_layer={plan.check_layer} leaves no layer to reuse: this {session.model.config.model_type!r} has "
+            f"{layers}, so at most {layers - 2}"
         )

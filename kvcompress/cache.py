@@ -61,7 +61,7 @@ class CompressedCache(Cache):
 
     @property
     def full_layers(self) -> list[CompressedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and not layer.temporary]
 
     def rotation(self, layer: int) -> Rotation | None:
         return None if self.rotations is None else self.rotations[layer]

@@ -14,6 +14,7 @@ from kvcompress import compat
 from kvcompress.cache import CompressedCache
 from kvcompress.kvstore import ChunkKV
 from kvcompress.layer import CompressedLayer
+from kvcompress.layouts import DenseStore
 from kvcompress.parts import Plain
 
 if TYPE_CHECKING:
@@ -37,36 +38,77 @@ def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[Chunk
         the chunks, and how many of them were prefilled now.
     """
     first, store, computed = compat.first_token(session.model), session.store, 0
-    assert store is not None
     chunks: list[ChunkKV] = []
     for number, segment in enumerate(segments):
         ids = segment.reshape(-1).cpu()
-        behind = [] if number == 0 or first is None else [first]
-        chunk = store.get(ids, behind)
+        lead = [] if number == 0 or first is None else [first]
+        chunk = store.get(ids, lead)
         if chunk is None:
-            chunk, computed = store.put(ids, *chunk_rows(session, ids, behind), behind), computed + 1
+            chunk, computed = store.put(ids, *chunk_rows(session, ids, lead), lead), computed + 1
         chunks.append(chunk)
     return chunks, computed
 
 
 @torch.no_grad()
-def chunk_rows(session: Session, ids: Tensor, behind: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `behind`."""
+def chunk_rows(session: Session, ids: Tensor, lead: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `lead`."""
     cache, before = CompressedCache([], Plain(), False), session.cache
     cache.layers[:] = compat.new_layers(session.model, lambda i: CompressedLayer(cache, i))
+    hold_all(cache)
     cache.owner, cache.model = session.compressor, weakref.ref(session.model)
-    text = torch.cat([torch.tensor(list(behind), dtype=torch.long), ids.reshape(-1).cpu()])
+    text = torch.cat([torch.tensor(list(lead), dtype=torch.long), ids.reshape(-1).cpu()])
     try:
-        session.run_apart(text[None], cache)
+        session.cache = cache
+        session._forward("append", text[None], None)  # nothing is evicted
     finally:
         session.cache = before
-    keys, values, at = [], [], torch.arange(len(behind), len(text))
-    for layer in cache.full_layers:
+    keys, values, at = [], [], torch.arange(len(lead), len(text))
+    for layer in cache.layers:
+        assert isinstance(layer, CompressedLayer)
         k, v = layer.keys_values()
         rotation = session.reuse_rotations[layer.index]
-        keys.append(rotation.unrotate(k[:, :, len(behind) :], at))
-        values.append(v[:, :, len(behind) :])
+        keys.append(rotation.unrotate(k[:, :, len(lead) :], at))
+        values.append(v[:, :, len(lead) :])
     return keys, values
+
+
+class WindowLayer(CompressedLayer):
+    """Stands in for a sliding layer while a prompt is made: holds all of its tokens, and masks by the window."""
+
+    temporary = True
+    full_width = 0  # no part of what a cache is measured by
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor]:
+        forward = self.holder().forward
+        assert kwargs is not None and forward is not None
+        kwargs["kv_layer"] = self
+        if forward.fusion is not None:
+            key_states, value_states = forward.fusion.fuse(self.index, key_states, value_states)
+        positions = forward.on("positions", key_states.device)[:, None]
+        counts = forward.added[:, None].expand(-1, key_states.shape[1])
+        self.store = DenseStore({"keys": key_states, "values": value_states, "positions": positions}, counts)
+        self.seen, self.fresh = key_states.shape[2], (key_states, value_states)
+        return self.fresh
+
+    def keys_values(self) -> tuple[Tensor, Tensor]:
+        return self.held().get("keys"), self.held().get("values")
+
+
+def hold_all(cache: CompressedCache) -> None:
+    """Let an empty cache's sliding layers hold all tokens, until `let_go`."""
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, CompressedLayer):
+            cache.layers[index] = WindowLayer(cache, index)
+
+
+def let_go(cache: CompressedCache, index: int, sliding: Any) -> None:
+    """Put transformers' empty layer `sliding` in the place of one that held all, with what it would hold of it."""
+    held = cache.layers[index]
+    if isinstance(held, WindowLayer):
+        sliding.update(*held.keys_values())
+        cache.layers[index] = sliding
 
 
 class Rows:
@@ -88,7 +130,8 @@ class Rows:
         self.bytes_loaded, self.load_s, self.wait_s = 0, 0.0, 0.0
         self._chunks, self._rotations, self._room = chunks, session.reuse_rotations, room
         self._dtype = session.model.dtype
-        self._devices = [next(layer.parameters()).device for layer in compat.decoder_layers(session.model)]
+        found = [next(layer.parameters()).device for layer in compat.decoder_layers(session.model)]
+        self._devices = [torch.device("cpu") if device.type == "meta" else device for device in found]  # kept off it
         self._tables: dict[Any, tuple[Tensor, Tensor] | None] = {}
         self._streams: dict[torch.device, Any] = {}
         self._next = first
@@ -113,8 +156,8 @@ class Rows:
         keys, values, event = self._coming.pop(0).result()
         self._go_ahead()
         if event is not None:  # loaded on a stream of its own
-            event.wait()
             current = torch.cuda.current_stream(keys.device)
+            event.wait(current)
             keys.record_stream(current)
             values.record_stream(current)
         self.wait_s += time.perf_counter() - start
@@ -125,7 +168,9 @@ class Rows:
         start, device = time.perf_counter(), self._devices[index]
         if device.type != "cuda":
             return *self._laid_out(index, device, start), None
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         with torch.cuda.stream(stream):
             keys, values = self._laid_out(index, device, start)
             return keys, values, stream.record_event()

@@ -138,17 +138,21 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     raise ValueError(f"{model.config.model_type!r} has no list of its {number} decoder layers that we know")
 
 
-def check_reusable(model: PreTrainedModel) -> None:
-    """Refuse by name a model whose chunks cannot be reused at other positions. What rotates them is `rotations`' to say.
+def check_reusable(model: PreTrainedModel, sliding: bool = True) -> None:
+    """Refuse by name a model whose chunks cannot be reused. What rotates them is `rotations`' to say.
+
+    Args:
+        sliding: chunks can be reused in sliding-window layers.
 
     Raises:
         ValueError: layers that do not hold all tokens, or whose place in the forward is not known.
     """
-    other = sorted({kind for kind in layer_types(model) if kind != "full_attention"})
+    can = {"full_attention", "sliding_attention"} if sliding else {"full_attention"}
+    other = sorted(set(layer_types(model)) - can)
     if other:
         raise ValueError(
-            f"{model.config.model_type!r} has layers with {', '.join(other)}, which hold a window of tokens only: chunks "
-            "are reused in full-attention layers; use prefill=oneshot"
+            f"{model.config.model_type!r} has layers with {', '.join(other)}: this prefill reuses chunks in layers with "
+            f"{' and '.join(sorted(can))} only; use prefill=oneshot"
         )
     decoder_layers(model)
 

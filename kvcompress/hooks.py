@@ -267,7 +267,8 @@ class Hooks:
             cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
         fires = self._read_tokens(cache, tokens, real, phase)
-        return Forward(phase, length, real, positions.int(), added, columns, fires=fires, fusion=self._fusion)
+        fusion = self._fusion if phase == "prompt" else None  # a scorer's extra passes are whole
+        return Forward(phase, length, real, positions.int(), added, columns, fires=fires, fusion=fusion)
 
     def _read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
         """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.

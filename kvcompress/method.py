@@ -64,7 +64,7 @@ __all__ = [
 def _observes_all(scorer: Scorer, allocator: Allocator) -> bool:
     """True if more than the last queries of a prompt are looked at."""
     needs = scorer.needs | allocator.needs
-    return needs.mass or needs.hidden or needs.prerope or type(scorer).observe is not Scorer.observe
+    return needs.mass or needs.hidden or needs.prerope or scorer.observes
 
 
 # One row per rule: (what is refused, test on (method, parts)). Any combination no row refuses is legal.
@@ -79,7 +79,8 @@ ILLEGAL: list[tuple[str, Any]] = [
         ),
     ),
     (
-        "a prefill that takes keys and values from a store makes no query of their tokens, which this scorer observes",
+        "a prefill that takes keys and values from a store makes no query of their tokens, which this scorer observes: use "
+        "prefill=oneshot, or a method that scores by keys or by the last queries",
         lambda m, p: not p.prefill.all_queries and p.scorer is not None and _observes_all(p.scorer, p.allocator),
     ),
     (
@@ -106,15 +107,6 @@ ILLEGAL: list[tuple[str, Any]] = [
         "compact positions renumber what is kept, and a prefill that reuses chunks puts them at the prompt's positions: "
         "use positions=original or prefill=oneshot",
         lambda m, p: p.prefill.needs_segments and m.compact_positions,
-    ),
-    (
-        "a prefill that reuses chunks runs the queries of recomputed tokens only, so attention mass and statistics over "
-        "all queries are not to be had: use prefill=oneshot, or a method that scores by keys or by the last queries",
-        lambda m, p: (
-            p.prefill.needs_segments
-            and p.scorer is not None
-            and any(n.mass or n.prerope for n in (p.scorer.needs, p.allocator.needs))
-        ),
     ),
 ]
 

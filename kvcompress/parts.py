@@ -51,6 +51,11 @@ class Scorer(ABC):
         """
         return None
 
+    @property
+    def observes(self) -> bool:
+        """True if `observe` does something."""
+        return type(self).observe is not Scorer.observe
+
     def second(self, scores: Tensor, view: LayerView, observed: Observed) -> Tensor | None:
         """Scores `[B, H_kv, P]` for a second stage of selection, given those of the first; None for a single stage.
 

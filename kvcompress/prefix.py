@@ -64,7 +64,7 @@ def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
             f"the prompt reaches {total} tokens, but {session.model.config.model_type!r} has {limit} positions: shorten or "
             f"leave out segments (the longest has {max(segment.shape[1] for segment in segments)})"
         )
-    compat.check_reusable(session.model)
+    compat.check_reusable(session.model, sliding=False)
 
 
 def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:

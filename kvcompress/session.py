@@ -15,8 +15,7 @@ from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
 from kvcompress.kept import kept as kept_positions
-from kvcompress.kvstore import KVStore
-from kvcompress.layer import Fusing
+from kvcompress.kvstore import KVStore, store_of
 from kvcompress.method import Method
 from kvcompress.parts import Prefill, Prefilled
 
@@ -43,13 +42,27 @@ class Session(Hooks):
         store: KVStore | None = None,
     ):
         super().__init__(model, method, kernel, tokenizer)
+        self._store: KVStore | None = None
         if store is not None:
-            store.check(model)
-        elif self.compressor.parts.prefill.needs_segments:
-            store = KVStore(model, tokenizer=self.tokenizer)
-        self.store = store
+            self.store = store
         self.prefill_seconds: float | None = None  # unknown where the model was called, not the session
         self.shared = shared
+
+    @property
+    def store(self) -> KVStore:
+        """Chunks that a prefill reuses: by default in memory, as long as the model lives. Another may be set.
+
+        Raises:
+            ValueError: when set, if it holds chunks of another model.
+        """
+        if self._store is None:
+            self._store = store_of(self.model, "chunks")
+        return self._store
+
+    @store.setter
+    def store(self, store: KVStore) -> None:
+        store.check(self.model)
+        self._store = store
 
     # ------------------------------------------------------------------ explicit phases
 
@@ -125,19 +138,6 @@ class Session(Hooks):
     def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: blend.Plan) -> Prefilled:
         """Run a prompt whose segments but the last are reused as far as `plan` says."""
         return blend.prefill(self, segments, mask, plan)
-
-    def forward_fused(self, ids: Tensor, fusion: Fusing) -> Tensor:
-        """The prompt `ids [1, n]` of which `fusion` lets some tokens through → logits `[1, V]`."""
-        self._fusion = fusion
-        try:
-            return self._forward("prompt", ids, None)
-        finally:
-            self._fusion = None
-
-    def run_apart(self, ids: Tensor, cache: CompressedCache) -> Tensor:
-        """Run `ids [1, n]` as a text of its own into `cache`, nothing evicted; the session's cache becomes this one."""
-        self.cache = cache
-        return self._forward("append", ids, None)
 
     def _streaming_chunk(self, limit: int) -> int:
         """The largest chunk that fits the model's positions beside what is held, for compact positions."""
@@ -381,7 +381,7 @@ def compress(
         tokenizer: for methods that write prompts of their own (KVzip) and schedules that speak of tokens; by default the
             one `load` gave with the model.
         shared: a full prefill made before (`prefill_once`): a prompt of the same ids starts from it.
-        store: of chunks that a prefill reuses; by default one in memory that lives as long as the session.
+        store: of chunks that a prefill reuses; by default one in memory that lives as long as the model.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:

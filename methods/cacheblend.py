@@ -23,7 +23,8 @@ class Blended(Prefill):
 
     Every layer up to the check layer is computed for all tokens. There the computed rows are compared with the reused
     ones, and `ratio` of the context tokens go on; the question always does. At ratio 0 all of the context is reused in
-    the layers behind, at 1 the result is a full prefill.
+    the layers behind, at 1 the result is a full prefill. A method that evicts by its last queries sees the last ones
+    that were computed.
 
     Attributes:
         ratio: share of the context tokens that are recomputed behind the check layer, averaged over the layers.
@@ -39,6 +40,7 @@ class Blended(Prefill):
 
     name: ClassVar[str] = "cacheblend"
     needs_segments: ClassVar[bool] = True
+    all_queries: ClassVar[bool] = False
 
     ratio: float | None = None
     check_layer: int = 1
@@ -124,6 +126,4 @@ class CacheBlend(Method):
     mix: bool | None = None
 
     def make_prefill(self) -> Blended:
-        return Blended(
-            self.ratio, self.check_layer, self.deviation, self.selection, self.start, self.mix, self.preset
-        )
+        return Blended(self.ratio, self.check_layer, self.deviation, self.selection, self.start, self.mix, self.preset)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcompress.method import Method
 from kvcompress.methods import METHODS
 
+THROUGH_MODEL = sorted(name for name, cls in METHODS.items() if not cls().make_prefill().needs_segments)
 EVICTING = sorted(name for name, cls in METHODS.items() if cls.budget_kind == "held_tokens")
 
 
