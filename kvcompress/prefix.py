@@ -15,7 +15,7 @@ import torch
 
 from kvcompress import compat, passes
 from kvcompress.cache import CompressedCache
-from kvcompress.kvstore import ChunkKV, Damaged, KVStore, store_of
+from kvcompress.kvstore import ChunkKV, Damaged, KVStore
 from kvcompress.parts import Plain, Prefill, Prefilled
 
 Tensor = torch.Tensor
@@ -68,7 +68,7 @@ def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
 
 
 def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
-    store = session.store if session.store is not None else store_of(session.model, "prefix")
+    store = session.store
     before, spent = store.stats.copy(), 0.0
     sizes = [segment.shape[1] for segment in segments]
     whole = torch.cat(list(segments), dim=1)
