@@ -164,16 +164,24 @@ def _figure(group: Sequence[Record], title: str) -> Any:
     plt = plotting()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.0, 4.2), layout="constrained")
     panels: tuple[tuple[Any, Callable[[Record], float], str], ...] = (
-        (left, lambda r: max(r["metrics.kl"], FLOOR), "KL(full prefill ‖ reused), nats per token"),
+        (
+            left,
+            lambda r: max(r["metrics.kl"], FLOOR),
+            f"KL(full prefill ‖ reused), nats per token (below {FLOOR:g}: rounding)",
+        ),
         (right, lambda r: r["score"], "F1"),
     )
     for axes, y, label in panels:
         if axes is left:
             axes.set_yscale("log")
         else:
-            axes.axhline(median(r["metrics.f1_full"] for r in group), color="#555555", lw=0.8, ls=(0, (4, 3)), zorder=1)
+            full = median(r["metrics.f1_full"] for r in group)
+            axes.axhline(full, color="#555555", lw=0.8, ls="-.", zorder=1, label="F1 of the full prefill")
         _paint(axes, group, y)
         _baselines(axes, group)
+        axes.legend(
+            frameon=False, fontsize=SIZE, title="numbers at points: ratio", title_fontsize=SIZE, loc="lower left"
+        )
         axes.set_xlim(left=0)
         axes.set_xlabel("time to first token (s), median; bars: quartiles", fontsize=SIZE)
         axes.set_ylabel(label, fontsize=SIZE)
@@ -205,7 +213,6 @@ def _paint(axes: Any, group: Sequence[Record], y: Callable[[Record], float]) -> 
             axes.annotate(
                 f"{ratio(record):g}", (x, at), (4, 5), textcoords="offset points", fontsize=SIZE, color=colour
             )
-    axes.legend(frameon=False, fontsize=SIZE, title="ratio at each point", title_fontsize=SIZE)
 
 
 def _baselines(axes: Any, group: Sequence[Record]) -> None:
@@ -213,6 +220,4 @@ def _baselines(axes: Any, group: Sequence[Record]) -> None:
     for (way, label), style in zip(WAYS.items(), ("--", ":"), strict=True):
         times = [r[f"metrics.ttft_{way}_s"] for r in group if r.get(f"metrics.ttft_{way}_s") is not None]
         if times:
-            axes.axvline(median(times), color="#555555", lw=0.9, ls=style, zorder=1)
-            place = {"ha": "right", "va": "bottom", "rotation": 90, "color": "#555555", "fontsize": SIZE - 1}
-            axes.text(median(times), 0.02, f"{label} ", transform=axes.get_xaxis_transform(), **place)
+            axes.axvline(median(times), color="#555555", lw=0.9, ls=style, zorder=1, label=label)
