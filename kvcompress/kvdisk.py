@@ -15,7 +15,7 @@ import secrets
 import time
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,13 @@ class Entry:
     """One open file. Its bytes are memory-mapped: a layer is read from disk when it is asked for."""
 
     def __init__(self, path: Path, file: Any, ids: Tensor, sums: Mapping[str, int], nbytes: int) -> None:
-        self.path, self.ids, self.nbytes, self.layers = path, ids, nbytes, (len(sums) - 1) // 2
+        self.path, self.ids, self.nbytes = path, ids, nbytes
+        self.names, self.layers = _parted(sums)
         self._file, self._sums = file, sums
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Copies of a layer's keys and values; Damaged where a checksum differs."""
-        return self._read(f"keys.{index}"), self._read(f"values.{index}")
-
-    def _read(self, name: str) -> Tensor:
-        return _checked(self._file, name, self._sums, self.path)
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """Copies of a layer's tensors by name; Damaged where a checksum differs."""
+        return {name: _checked(self._file, f"{name}.{index}", self._sums) for name in self.names}
 
 
 class DiskTier:
@@ -110,13 +108,13 @@ class DiskTier:
         try:
             sums = {str(name): int(value) for name, value in json.loads(about["sums"]).items()}
             names = set(file.keys())
-            layers, nbytes = (len(sums) - 1) // 2, int(about["nbytes"])
+            nbytes = int(about["nbytes"])
         except (KeyError, ValueError, AttributeError) as error:
             raise Damaged(f"has a damaged header ({error})") from None
-        wanted = {"ids", *(f"{kind}.{i}" for i in range(layers) for kind in ("keys", "values"))}
-        if names != wanted or set(sums) != wanted:
+        parts, layers = _parted(sums)
+        if not names == set(sums) == {"ids", *(f"{part}.{i}" for i in range(layers) for part in parts)}:
             raise Damaged("lacks some of its layers")
-        held = _checked(file, "ids", sums, path)
+        held = _checked(file, "ids", sums)
         if held.tolist() != list(ids):
             raise Damaged("holds other tokens", foreign=True)
         try:
@@ -145,16 +143,16 @@ class DiskTier:
 
     # ------------------------------------------------------------------ writing
 
-    def write(self, key: str, ids: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    def write(self, key: str, ids: Sequence[int], layers: Sequence[Mapping[str, Tensor]]) -> bool:
         """Write an entry, whole or not at all. False, with one warning, where there is no room: memory has to do."""
         tensors = {"ids": torch.tensor(ids)}
-        for index, (keys, values) in enumerate(layers):
-            tensors |= {f"keys.{index}": keys, f"values.{index}": values}
+        for index, layer in enumerate(layers):
+            tensors |= {f"{name}.{index}": tensor for name, tensor in layer.items()}
         if self._full:
             return False
         sums = {name: _sum(tensor) for name, tensor in tensors.items()}
         about = {"format": FORMAT, "identity": self._identity, "key": key, "sums": json.dumps(sums)}
-        about["nbytes"] = str(sum(tensor.nbytes for pair in layers for tensor in pair))
+        about["nbytes"] = str(sum(tensor.nbytes for layer in layers for tensor in layer.values()))
         path = self.path(key)
         temporary = self.own / f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
         try:
@@ -232,7 +230,13 @@ def _sum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, start)
 
 
-def _checked(file: Any, name: str, sums: Mapping[str, int], path: Path) -> Tensor:
+def _parted(names: Iterable[str]) -> tuple[list[str], int]:
+    """The parts of a layer and the number of layers, from names such as `keys.3`."""
+    found = [name.rpartition(".") for name in names if name != "ids"]
+    return sorted({part for part, _, _ in found}), len({index for _, _, index in found})
+
+
+def _checked(file: Any, name: str, sums: Mapping[str, int]) -> Tensor:
     """A copy of a tensor, whose checksum is the one that was stored."""
     try:
         found = file.get_tensor(name).clone()

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ import torch
 from kvcompress.fingerprint import identity
 from kvcompress.kvdisk import Damaged, DiskTier, Entry
 from kvcompress.passes import tokenizer_of
+from kvcompress.stored import Exact, Form, Grouped
 
 __all__ = ["FORMS", "ChunkKV", "Damaged", "KVStore", "Stats", "store_of"]
 
@@ -94,7 +95,7 @@ class Held:
     """A chunk in memory."""
 
     ids: Tensor
-    layers: list[tuple[Tensor, Tensor]]
+    layers: list[dict[str, Tensor]]
     store: KVStore
 
     def __len__(self) -> int:
@@ -102,12 +103,11 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
+        return sum(map(_nbytes, self.layers))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.layers[index]
-        self.store.count(bytes_loaded=keys.nbytes + values.nbytes)
-        return keys, values
+        self.store.count(bytes_loaded=_nbytes(self.layers[index]))
+        return self.store.held_as.unpack(self.layers[index])
 
 
 class OnDisk:
@@ -115,7 +115,7 @@ class OnDisk:
 
     def __init__(self, entry: Entry, store: KVStore, key: str) -> None:
         self.ids, self._entry, self._store, self._key = entry.ids, entry, store, key
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -133,15 +133,14 @@ class OnDisk:
             except Damaged as fault:
                 self._store.refuse(self._entry.path, fault)
                 raise Damaged(f"{self._entry.path} {fault}") from None
-            size = found[0].nbytes + found[1].nbytes
-            self._store.count(bytes_from_disk=size, load_s=time.perf_counter() - start)
+            self._store.count(bytes_from_disk=_nbytes(found), load_s=time.perf_counter() - start)
             if self._store.memory_bytes:
                 self._layers[index] = found
                 if len(self._layers) == self._entry.layers:
                     layers = [self._layers[i] for i in range(self._entry.layers)]
                     self._store.remember(self._key, Held(self.ids, layers, self._store))
-        self._store.count(bytes_loaded=found[0].nbytes + found[1].nbytes)
-        return found
+        self._store.count(bytes_loaded=_nbytes(found))
+        return self._store.held_as.unpack(found)
 
 
 class KVStore:
@@ -153,9 +152,10 @@ class KVStore:
         folder: of the tier on disk, which several models and processes may share; None: no such tier.
         disk_bytes: limit of all files in the folder, the least recently used are deleted; None: no limit.
         tokenizer: whose ids the chunks are of; by default the one `load` gave with the model.
+        codec: hold chunks as its codes (KIVI's: it has to work in groups of tokens); None: as they are.
 
     Raises:
-        ValueError: a negative limit, or a folder that is none.
+        ValueError: a negative limit, a folder that is none, or a codec of another kind.
     """
 
     def __init__(
@@ -165,11 +165,16 @@ class KVStore:
         folder: str | Path | None = None,
         disk_bytes: int | None = None,
         tokenizer: Any = None,
+        codec: Any = None,
     ) -> None:
         for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value}: a limit is 0 bytes or more")
         self.identity = identity(model, tokenizer_of(model) if tokenizer is None else tokenizer)
+        self.held_as: Form = Exact()
+        if codec is not None:
+            bound = codec.bind(model) if hasattr(codec, "bind") else codec
+            self.held_as = Grouped(bound, getattr(torch, self.identity["dtype"]))
         self.memory_bytes = memory_bytes
         self.disk = None if folder is None else DiskTier(Path(folder).expanduser(), self.identity, disk_bytes)
         self.stats = Stats()
@@ -211,7 +216,9 @@ class KVStore:
         chunk, before = _listed(ids), _listed(lead)
         if not chunk:
             raise ValueError("an empty chunk has no keys and values: leave it out")
-        text = json.dumps([self.identity, form, before, chunk], sort_keys=True, separators=(",", ":"))
+        text = json.dumps(
+            [self.identity, form, self.held_as.name, before, chunk], sort_keys=True, separators=(",", ":")
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def get(self, ids: Sequence[int] | Tensor, lead: Sequence[int] | Tensor = (), form: str = "raw") -> ChunkKV | None:
@@ -252,7 +259,8 @@ class KVStore:
     ) -> ChunkKV:
         """Keep a copy of a chunk's keys and values, one `[1, H_kv, n, D]` of each per layer, and return it.
 
-        It is returned, and can be used, whether or not there was room to keep it.
+        It is returned, and can be used, whether or not there was room to keep it. With a codec it is what was stored:
+        whoever computes a chunk uses what others will load.
 
         Raises:
             ValueError: shapes that do not fit the ids.
@@ -265,7 +273,8 @@ class KVStore:
                         f"{kind} of layer {index} have shape {tuple(tensor.shape)}: a chunk of {len(chunk)} tokens has "
                         f"[1, heads, {len(chunk)}, size]"
                     )
-        layers = [(_copy(k), _copy(v)) for k, v in zip(keys, values, strict=True)]
+        packed = (self.held_as.pack(k, v) for k, v in zip(keys, values, strict=True))
+        layers = [{name: _copy(part) for name, part in layer.items()} for layer in packed]
         made = Held(torch.tensor(chunk), layers, self)
         self.count(stored=1, bytes_stored=made.nbytes)
         self.remember(key, made)
@@ -310,6 +319,10 @@ class KVStore:
 
 def _listed(ids: Sequence[int] | Tensor) -> list[int]:
     return ids.reshape(-1).tolist() if isinstance(ids, Tensor) else [int(token) for token in ids]
+
+
+def _nbytes(layer: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in layer.values())
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from small_models import CharacterTokenizer, small_model
 from kvcompress import kvdisk
 from kvcompress.fingerprint import identity, tokens
 from kvcompress.kvstore import Damaged, KVStore, store_of
+from kvcompress.parts import Plain
 
 FORK = multiprocessing.get_context("fork")
 LAYERS, HEADS, SIZE = 3, 2, 16
@@ -119,6 +120,44 @@ def test_hits_bytes_and_times_are_counted(model, tmp_path):
     [chunk.layer(index) for index in range(LAYERS)]
     assert store.bytes_in_memory == ENTRY and store.stats.since(before)["bytes_from_disk"] == ENTRY
     assert store.get(ids_of(0)).layer(0) is not None and store.stats.memory_hits == 2
+
+
+class Rounding:
+    """A codec in groups of four tokens: numbers in steps of a 16th, one byte each."""
+
+    name, group = "rounding", 4
+
+    def __repr__(self):
+        return "Rounding()"
+
+    def encode_keys(self, x):
+        assert x.shape[2] % self.group == 0
+        return {"codes": (16 * x).round().clamp(-128, 127).to(torch.int8)}
+
+    def decode_keys(self, channels):
+        return channels["codes"].float() / 16
+
+    encode_values, decode_values = encode_keys, decode_keys
+
+
+@pytest.mark.parametrize("n", [3, 4, 6, 8])
+def test_chunks_stored_as_codes_take_fewer_bytes_and_come_back_as_the_codec_decodes_them(model, tmp_path, n):
+    codec, (keys, values) = Rounding(), rows(n)
+    store, plain = KVStore(model, 1 << 20, tmp_path, codec=codec), KVStore(model, 1 << 20, tmp_path)
+    made = store.put(ids_of(0, n), keys, values)
+    assert plain.get(ids_of(0, n)) is None  # neither takes the other's
+    whole = n // 4 * 4
+    for chunk in (made, store.get(ids_of(0, n)), KVStore(model, 0, tmp_path, codec=codec).get(ids_of(0, n))):
+        for index in range(LAYERS):
+            for found, given in zip(chunk.layer(index), (keys[index], values[index]), strict=True):
+                coded = codec.decode_keys(codec.encode_keys(given[:, :, :whole]))
+                assert torch.equal(found, torch.cat([coded, given[:, :, whole:]], dim=2))
+        assert chunk.nbytes == 2 * LAYERS * HEADS * SIZE * (whole + 4 * (n - whole))
+
+
+def test_a_codec_that_needs_more_than_a_chunk_is_refused_by_name(model):
+    with pytest.raises(ValueError, match="cannot be stored as plain: a store takes a codec that works in groups"):
+        KVStore(model, codec=Plain())
 
 
 # ---------------------------------------------------------------------- limits
