@@ -53,7 +53,8 @@ def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
     """Refuse what cannot be reused, before any work.
 
     Raises:
-        ValueError: an empty segment, a prompt longer than the model's positions, or layers that hold a window only.
+        ValueError: an empty segment, a prompt longer than the model's positions, layers that hold a window only, or a
+            store that holds codes.
     """
     for number, segment in enumerate(segments):
         if segment.shape[1] == 0:
@@ -65,6 +66,11 @@ def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
             f"leave out segments (the longest has {max(segment.shape[1] for segment in segments)})"
         )
     compat.check_reusable(session.model, sliding=False)
+    if session.store.held_as.name != "plain":
+        raise ValueError(
+            f"this store holds chunks as {session.store.held_as.name}, and prefix reuse is exact: give the session a store "
+            "without a codec"
+        )
 
 
 def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import EVICTING, make
 from small_models import CharacterTokenizer, random_ids, small_model
+from test_kvstore import Rounding
 
 from kvcompress import compress
 from kvcompress.budget import NotTogether
@@ -188,3 +189,10 @@ def test_a_store_of_another_model_is_refused():
         compress(other, Method(), store=KVStore(one, tokenizer=CharacterTokenizer())),
     ):
         pass
+
+
+def test_a_store_of_codes_is_refused_as_prefix_reuse_is_exact():
+    model = small_model()
+    with compress(model, Full(prefill=PrefixReuse()), store=KVStore(model, codec=Rounding())) as session:
+        with pytest.raises(ValueError, match=r"holds chunks as Rounding\(\).*a store without a codec"):
+            session.prefill(segments_of())

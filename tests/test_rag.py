@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
+from test_kvstore import Rounding
 from test_longbench import CHAT, bpe
 
 from kvcompress import compress, config, kvstore, load, passages, record
@@ -374,6 +375,19 @@ def test_chunks_on_disk_are_read_from_there_each_time(loaded, musique, tmp_path,
     store = kvstore.store_of(loaded[0], "chunks", 2048, True)
     assert store.stats.bytes_from_disk >= 2 * out["reuse"]["bytes_loaded"] > 0
     assert score["kl"] == pytest.approx(other["kl"], abs=1e-9) and out["tokens"] == memory["tokens"]
+
+
+def test_chunks_that_are_stored_as_codes_can_be_blended(loaded, musique):
+    model, tokenizer = loaded
+    segments = [torch.tensor([segment]) for segment in samples_of(musique, tokenizer)[0].segments]
+    found = {}
+    for codec in (None, Rounding()):
+        with compress(model, CacheBlend(ratio=0.0), store=kvstore.KVStore(model, codec=codec)) as session:
+            session.precompute(segments)
+            found[codec is None] = session.prefill(segments).logits, session.store.stats.copy()
+    (exact, plain), (near, coded) = found[True], found[False]
+    assert coded.bytes_stored < 0.3 * plain.bytes_stored and coded.bytes_loaded < 0.3 * plain.bytes_loaded
+    assert 0 < (exact - near).abs().max() < 0.1 * exact.std()
 
 
 def test_other_methods_and_evicting_ones_run_too(loaded, musique):
