@@ -122,7 +122,9 @@ class Compressor(Judge):
         self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
     ) -> None:
         """Called once per layer and forward, when the output that used the un-evicted keys is computed."""
-        if not self.limited or layer.temporary:
+        if layer.temporary:
+            return
+        if not self.limited:
             return
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None

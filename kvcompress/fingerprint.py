@@ -30,15 +30,24 @@ def identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
 def weights(model: Any) -> str:
     """16 hex digits of configuration and weights. Remembered until a weight is written to or replaced."""
     named = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    state = tuple((name, tensor.data_ptr(), tensor._version) for name, tensor in named.items())
+    state = tuple(
+        (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for name, tensor in named.items()
+    )
+    from kvcompress.models import fingerprint as folder_fingerprint
+
     if model in _known and _known[model][0] == state:
         return _known[model][1]
     found = hashlib.sha256(_config(model).encode())
     whole = sum(tensor.numel() * tensor.element_size() for tensor in named.values()) <= WHOLE
+    if any(
+        tensor.is_meta for tensor in named.values()
+    ):  # weights off every device: the files they come from have to do
+        place = str(getattr(model.config, "_name_or_path", ""))
+        found.update(json.dumps([place, folder_fingerprint(place) if place else {}]).encode())
     seen: set[int] = set()
     for name, tensor in sorted(named.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        if tensor.data_ptr() in seen or tensor.is_meta:  # tied weights; weights that are kept off every device
+        if tensor.data_ptr() in seen or tensor.is_meta:  # tied weights, and those above
             continue
         seen.add(tensor.data_ptr())
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -230,7 +230,12 @@ class Rag(Task):
                 session.store, session.cache = stores[way], None
                 if way == "own" and self.tier == "disk":
                     session.store.forget()
-                took, peak = _timed(session, segments, WAYS[way])
+                try:
+                    took, peak = _timed(session, segments, WAYS[way])
+                except ValueError as error:
+                    if way != "prefix":
+                        raise
+                    raise ValueError(f"{error}; to go without this baseline: task.baselines=[full]") from error
                 seconds[way].append(took)
                 report = session.report(kept_map=way == "own")
                 found[way] = report | {"peak": peak}

@@ -333,6 +333,16 @@ def test_a_weight_that_is_written_to_makes_another_model():
         store.check(model)
 
 
+def test_weights_that_lie_on_no_device_are_known_by_the_files_they_come_from(tmp_path):
+    found = set()
+    for content in ("a", "b"):
+        model = small_model().to("meta")
+        (tmp_path / "model.safetensors").write_text(content)
+        model.config._name_or_path = str(tmp_path)
+        found.add(identity(model)["weights"])
+    assert len(found) == 2
+
+
 def test_another_tokenizer_makes_other_chunks(model):
     class Words(CharacterTokenizer):
         def get_vocab(self):

@@ -399,6 +399,13 @@ def test_other_methods_and_evicting_ones_run_too(loaded, musique):
     assert out["reuse"]["tokens_reused"] > 0
 
 
+def test_a_model_that_prefix_reuse_cannot_serve_says_how_to_go_without(musique):
+    windowed = load("random/gemma2", seed=1)
+    with pytest.raises(ValueError, match=r"'gemma2'.*task.baselines=\[full\]"):
+        ran(windowed, Full(), task_of(musique))
+    assert ran(windowed, Full(), task_of(musique, baselines=["full"]))[2]["kl"] <= 1e-6
+
+
 def test_one_command_sweeps_ratios_and_the_records_say_what_was_reused(tmp_path, musique):
     console = Console(file=(tmp_path / "log").open("w"), width=200)
     common = [f"paths.results={tmp_path}/results", f"task.source={musique}", "task.answer_tokens=4"]

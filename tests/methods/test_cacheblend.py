@@ -343,6 +343,26 @@ def test_the_report_counts_what_was_computed_loaded_and_reused():
     assert report["active"] and report["evicted"] == 0 and report["notes"] == []
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_the_kernel_that_makes_logits_gives_the_same_rows(architecture):
+    """Its blocks of scattered queries leave out the mask of columns that all of them see."""
+    model, segments = model_of(architecture), prompt((5, 40, 60, 50, 9))
+    auto = run(model, CacheBlend(ratio=0.3), segments)
+    blockwise = run(model, CacheBlend(ratio=0.3), segments, kernel="blockwise")
+    assert (auto[2]["kernel"], blockwise[2]["kernel"]) == ("sdpa", "blockwise")
+    assert farthest(auto[1], blockwise[1]) <= 1e-5 and (auto[0] - blockwise[0]).abs().max() <= 1e-5
+
+
+def test_in_bfloat16_the_ends_are_the_same_and_what_lies_between_is_held_in_it():
+    """Chunks are stored, rotated and mixed in the model's number type."""
+    model, segments = model_of().to(torch.bfloat16), prompt()
+    logits, rows, _ = run(model, CacheBlend(ratio=1.0), segments)
+    expected = full(model, segments)
+    assert torch.equal(logits, expected[0]) and farthest(rows, expected[1]) == 0
+    logits, rows, _ = run(model, CacheBlend(ratio=0.3), segments)
+    assert logits.isfinite().all() and {t.dtype for pair in rows for t in pair} == {torch.bfloat16}
+
+
 # ---------------------------------------------------------------------------------------------- the store
 
 
