@@ -273,6 +273,8 @@ def _report(fusion: Fusion, reused: Rows, chunks: int, computed: int, precompute
 
 
 def _check(session: Session, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> None:
+    if not session.reuse_rotations:
+        raise ValueError("this session was not opened to reuse chunks: give the method this prefill, not the prompt")
     for number, segment in enumerate(segments):
         if segment.shape[1] == 0:
             name = "the question (the last segment)" if number == len(segments) - 1 else f"segment {number}"

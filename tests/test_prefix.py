@@ -14,7 +14,7 @@ from kvcompress import compress
 from kvcompress.budget import NotTogether
 from kvcompress.kvstore import KVStore
 from kvcompress.method import Method
-from kvcompress.methods import H2O, Full, SnapKV, StreamingLLM
+from kvcompress.methods import H2O, CacheBlend, Full, SnapKV, StreamingLLM
 from kvcompress.parts import OneShot
 from kvcompress.prefix import PrefixReuse
 
@@ -196,3 +196,9 @@ def test_a_store_of_codes_is_refused_as_prefix_reuse_is_exact():
     with compress(model, Full(prefill=PrefixReuse()), store=KVStore(model, codec=Rounding())) as session:
         with pytest.raises(ValueError, match=r"holds chunks as Rounding\(\).*a store without a codec"):
             session.prefill(segments_of())
+
+
+def test_a_prefill_that_the_session_is_not_open_for_is_refused():
+    model = small_model()
+    with compress(model, Full()) as session, pytest.raises(ValueError, match="not opened to reuse chunks"):
+        session.prefill(segments_of(), how=CacheBlend().make_prefill())
