@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompress import calibration, compat
+from kvcompress.haystack import built_in_prose
 from kvcompress.method import Method, Reader, State, Tensor
 from kvcompress.pages import PagedReader, PageIndex, top_pages
 from kvcompress.session import compress
@@ -49,6 +50,32 @@ class _Logging(Method):
 
     def make_reader(self) -> Reader:
         return self.log
+
+
+def prose(tokenizer: Any, texts: int, length: int, seed: int) -> list[Tensor]:
+    """Generated prose, `texts` LongTensors `[length]` of seeds of their own."""
+    found = []
+    for number in range(texts):
+        sentences, ids = built_in_prose(seed + number), []
+        while len(ids) < length:
+            ids += tokenizer.encode(" ".join(next(sentences) for _ in range(20)) + " ", add_special_tokens=False)
+        found.append(torch.tensor(ids[:length]))
+    return found
+
+
+def pieces(tokenizer: Any, text: str, texts: int, length: int) -> list[Tensor]:
+    """The first `texts` pieces of `length` tokens of a text; fewer if it is shorter.
+
+    Raises:
+        ValueError: not one piece.
+    """
+    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
+    count = min(texts, len(ids) // length)
+    if count == 0:
+        raise ValueError(
+            f"the text has {len(ids)} tokens, fewer than the {length} of --prompt and --steps: lower these"
+        )
+    return list(ids[: count * length].view(count, length))
 
 
 def overlap(sets: Sequence[Tensor], pages: Sequence[int]) -> Tensor:
@@ -148,7 +175,13 @@ def profile(
     random.Random(SEED).shuffle(order)
     halves = [found[order[: len(order) // 2]], found[order[len(order) // 2 :]]]
     tensors = {"frequency": frequency(found, count), "instability": found.mean(0)}
-    said: dict[str, Any] = {"windows": len(found), "pages": pages, "page_size": page_size, "unstable": unstable, "prompt": prompt}
+    said: dict[str, Any] = {
+        "windows": len(found),
+        "pages": pages,
+        "page_size": page_size,
+        "unstable": unstable,
+        "prompt": prompt,
+    }
     if len(halves[0]):
         a, b = (set(least_stable(frequency(half, count), half.mean(0), count)) for half in halves)
         ranks = torch.stack([half.mean(0).flatten().argsort().argsort().double() for half in halves])
