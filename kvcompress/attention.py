@@ -179,8 +179,9 @@ def _decode(
     reader = compressor.reader
     if isinstance(reader, PagedReader):
         if forward.phase != "prompt" and reader.reads_layer(layer.index):
-            compressor.kernel("pages")
-            return read_pages(layer, reader, q, forward, features), None
+            math = compressor.blockwise or not features.plain
+            compressor.kernel("blockwise" if math else "pages")
+            return read_pages(layer, reader, q, forward, features, math), None
     elif not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None
     wants = compressor.wants_probabilities or not features.plain

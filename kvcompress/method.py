@@ -87,6 +87,21 @@ ILLEGAL: list[tuple[str, Any]] = [
         lambda m, p: p.reader.in_pages and p.scorer is not None and p.schedule.in_decode,
     ),
     (
+        "a reader of pages needs a codec whose tokens can be read one by one: int8, turboquant, kivi or plain",
+        lambda m, p: p.reader.in_pages and not p.codec.in_lanes and not isinstance(p.codec, GroupedCodec),
+    ),
+    (
+        "a page must not lie across two groups of a codec, which are encoded at different times: a page_size that divides "
+        "the codec's group",
+        lambda m, p: (
+            p.reader.in_pages and isinstance(p.codec, GroupedCodec) and p.codec.group % p.reader.page_size != 0
+        ),
+    ),
+    (
+        "a reader that offloads pages cannot move parts of a codec's groups: codec=plain, int8 or turboquant",
+        lambda m, p: p.reader.in_pages and isinstance(p.codec, GroupedCodec) and p.reader.offloads,
+    ),
+    (
         "a reader of pages hides attention that a scorer of attention mass sums up over all turns",
         lambda m, p: p.reader.in_pages and p.scorer is not None and p.scorer.needs.mass,
     ),

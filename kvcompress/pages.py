@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvcompress.budget import Budget, cap, check_budget
+from kvcompress.budget import Budget, NotTogether, cap, check_budget
 from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block
 from kvcompress.layouts import PagedStore, keep_slots
 from kvcompress.parts import Reader
@@ -134,7 +134,7 @@ class PagedReader(Reader):
             raise ValueError(f"page_size={self.page_size}; a page holds at least 1 token (the papers: 16)")
         check_budget(self.budget)
         if isinstance(self.budget, int) and self.budget < self.page_size:
-            raise ValueError(
+            raise NotTogether(
                 f"budget={self.budget} tokens is less than one page of page_size={self.page_size}, so that no page is "
                 f"read (K = 0): give at least {self.page_size}"
             )
@@ -142,8 +142,10 @@ class PagedReader(Reader):
             raise ValueError("budget=1.0 reads everything: leave the reader out, or give a share below 1")
 
 
-def read_pages(layer: CompressedLayer, reader: PagedReader, q: Tensor, forward: Forward, features: Features) -> Tensor:
-    """Output `[B, H, 1, D]` of single queries over the pages that the reader selects."""
+def read_pages(
+    layer: CompressedLayer, reader: PagedReader, q: Tensor, forward: Forward, features: Features, math: bool = False
+) -> Tensor:
+    """Output `[B, H, 1, D]` of single queries over the pages that the reader selects; without SDPA if `math`."""
     store = paged(layer, reader)
     layer.step = layer.step + (forward.added > 0)
     cache = layer.holder()
@@ -158,7 +160,7 @@ def read_pages(layer: CompressedLayer, reader: PagedReader, q: Tensor, forward: 
     if chosen.shape[1] not in (store.heads, q.shape[1]):
         raise ValueError(f"a reader's selection needs {store.heads} or {q.shape[1]} heads, got {chosen.shape[1]}")
     store.bring(chosen)
-    output = _attend(layer, store, chosen, index, q, forward, features)
+    output = _attend(layer, store, chosen, q, forward, features, math)
     _note(layer, store, chosen, index, forward)
     held = reader.hold(index, layer.state)
     if held is not None:
@@ -170,10 +172,10 @@ def _attend(
     layer: CompressedLayer,
     store: PagedStore,
     chosen: Tensor,
-    index: PageIndex,
     q: Tensor,
     forward: Forward,
     features: Features,
+    math: bool,
 ) -> Tensor:
     batch, heads, n = chosen.shape
     size = store.size
@@ -190,16 +192,23 @@ def _attend(
         allowed &= (seen > asked - features.window) | (asked < 0)
     allowed = allowed.flatten(2)[:, :, None]
     asked, keys, values = _picked(layer, store, chosen, q)
-    if features.plain:
+    if layer.blocks is not None:
+        return (
+            sdpa_block(q, keys, values, allowed, features.scaling)
+            if features.plain and not math
+            else softmax_block(q, keys, values, allowed, features)[0]
+        )
+    if features.plain and not math:
         return layer.expand(sdpa_block(asked, keys, values, allowed, features.scaling))
     return layer.expand(softmax_block(asked, keys, values, allowed, features)[0])
 
 
 def _picked(layer: CompressedLayer, store: PagedStore, chosen: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The query, and the keys and values `[B, h, n * size, ...]` of the chosen pages, in the codec's own terms."""
-    channels = {name: store.read(name, chosen) for name in layer.coded()}
+    plain = not layer.sealed or layer.blocks is not None
+    channels = {name: store.read(name, chosen) for name in (("keys", "values") if plain else layer.coded())}
     shape = (*chosen.shape[:2], -1)
-    if not layer.sealed:
+    if plain:
         keys, values = (channels[name].view(*shape, channels[name].shape[-1]) for name in ("keys", "values"))
         return q, keys, values
     batch, heads, n = chosen.shape
@@ -218,16 +227,22 @@ def _picked(layer: CompressedLayer, store: PagedStore, chosen: Tensor, q: Tensor
 
 
 def paged(layer: CompressedLayer, reader: PagedReader) -> PagedStore:
-    """The layer's slots in pages: put there if they are not yet."""
+    """The layer's slots in pages: put there if they are not yet.
+
+    What a grouped codec holds is decoded into pages anew at every step, and so is read whole.
+    """
     store = layer.held()
     if isinstance(store, PagedStore):
         return store
-    keys, _ = layer.keys_values()
+    keys, values = layer.keys_values()
     positions = store.get("positions")
     mask = (positions >= 0).expand(-1, store.heads, -1)
     shared = positions.shape[1] == 1
-    host = reader.offloaded(layer.index)
-    found = PagedStore(store.packed(mask), store.counts.clone(), keys[mask], reader.page_size, shared, host)
+    keys, packed = keys[mask], store.packed(mask)
+    if layer.blocks is not None:  # groups of codes stay as they are: the pages are this step's own
+        packed |= {"keys": keys, "values": values[mask]}
+        return PagedStore(packed, store.counts.clone(), keys, reader.page_size, shared, ())
+    found = PagedStore(packed, store.counts.clone(), keys, reader.page_size, shared, reader.offloaded(layer.index))
     layer.store = found
     return found
 
@@ -263,7 +278,11 @@ def _note(layer: CompressedLayer, store: PagedStore, chosen: Tensor, index: Page
     scored = torch.div(pages * min(index.scored, store.heads), store.heads, rounding_mode="floor") * bounds
     stepped = (forward.added > 0).to(read.device)
     skipped = (pages * (chosen.shape[1] // store.heads) - read).clamp(min=0)
-    values = {"read": read * store.size * store.slot_bytes + scored, "skipped": skipped, "steps": torch.ones_like(read)}
+    whole = read * store.size * store.slot_bytes + scored
+    if layer.blocks is not None:
+        held = sum(size for _, _, unit in layer.blocks.each() for _, _, size in unit.tensors())
+        whole = torch.full_like(read, held // len(read))
+    values = {"read": whole, "skipped": skipped, "steps": torch.ones_like(read)}
     for name, value in values.items():
         value = value * stepped
         layer.traffic[name] = layer.traffic[name] + value if name in layer.traffic else value

@@ -159,6 +159,8 @@ class Reader(ABC):
     name: ClassVar[str]
     reads_all: ClassVar[bool] = False
     in_pages: ClassVar[bool] = False  # a `pages.PagedReader`
+    offloads: ClassVar[bool] = False  # may hold pages on the host
+    page_size: int
 
     def bind(self, model: Any) -> Reader:
         """This reader ready for a model, as `Method.bind`: one that needs data of the model returns a copy with it."""

@@ -37,6 +37,7 @@ class FlexiCacheReader(PagedReader):
     """
 
     name: ClassVar[str] = "flexicache"
+    offloads: ClassVar[bool] = True
 
     budget: Budget = 1024
     page_size: int = PAGE

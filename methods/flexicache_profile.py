@@ -56,7 +56,7 @@ def prose(tokenizer: Any, texts: int, length: int, seed: int) -> list[Tensor]:
     """Generated prose, `texts` LongTensors `[length]` of seeds of their own."""
     found = []
     for number in range(texts):
-        sentences, ids = built_in_prose(seed + number), []
+        sentences, ids = built_in_prose(seed + number), list[int]()
         while len(ids) < length:
             ids += tokenizer.encode(" ".join(next(sentences) for _ in range(20)) + " ", add_special_tokens=False)
         found.append(torch.tensor(ids[:length]))

@@ -26,7 +26,7 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     cls = METHODS[name]
     fields = cls.__dataclass_fields__
     small = {"window": 3, "sinks": 2, "lag": 3, "interval": 3, "recent": 3, "history": 5, "drop": 3, "heads": "random"}
-    small |= {"group": 4, "residual": 8}
+    small |= {"group": 4, "residual": 8, "page_size": 4, "skip_layers": 1, "rerank": 3}
     for field, value in small.items():
         if field in fields and field not in options and (field != "interval" or fields[field].default is not None):
             options[field] = value

@@ -1,0 +1,51 @@
+"""Slow references of readers of pages: plain loops over captured queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def watch(monkeypatch: Any, reader: type) -> list[tuple[int, Tensor, Tensor]]:
+    """(layer, query, chosen pages) of every selection that readers of this class make from here on."""
+    seen: list[tuple[int, Tensor, Tensor]] = []
+    select = reader.select  # type: ignore[attr-defined]
+
+    def watched(self, q, index, state):
+        chosen = select(self, q, index, state)
+        seen.append((index.layer, q.clone(), chosen.clone()))
+        return chosen
+
+    monkeypatch.setattr(reader, "select", watched)
+    return seen
+
+
+def attended(chosen: Tensor) -> set[int]:
+    """Pages in a row `[n]` of a selection; none twice."""
+    pages = [int(page) for page in chosen if page >= 0]
+    assert len(pages) == len(set(pages))
+    return set(pages)
+
+
+def loop_bounds(queries: list[Tensor], keys: Tensor, size: int, reduce: str) -> list[float]:
+    """Bound of every page of `keys [n, D]`, reduced over the queries."""
+    found = []
+    for start in range(0, len(keys), size):
+        page = keys[start : start + size]
+        low, high = page.min(0).values, page.max(0).values
+        bounds = []
+        for q in queries:
+            bounds.append(sum(max(a, b) for a, b in zip((q * low).tolist(), (q * high).tolist(), strict=True)))
+        found.append(sum(bounds) / len(bounds) if reduce == "mean" else max(bounds))
+    return found
+
+
+def loop_top(
+    queries: list[Tensor], keys: Tensor, size: int, k: int, reduce: str = "max", last: bool = True
+) -> set[int]:
+    """The k pages of the highest bounds; with `last` the newest one is always among them."""
+    bounds = loop_bounds(queries, keys, size, reduce)
+    if last:
+        bounds[-1] = float("inf")
+    return set(sorted(range(len(bounds)), key=lambda page: (-bounds[page], page))[:k])
