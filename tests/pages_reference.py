@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -34,9 +35,7 @@ def loop_bounds(queries: list[Tensor], keys: Tensor, size: int, reduce: str) -> 
     for start in range(0, len(keys), size):
         page = keys[start : start + size]
         low, high = page.min(0).values, page.max(0).values
-        bounds = []
-        for q in queries:
-            bounds.append(sum(max(a, b) for a, b in zip((q * low).tolist(), (q * high).tolist(), strict=True)))
+        bounds = [float(torch.maximum(q * low, q * high).sum()) for q in queries]
         found.append(sum(bounds) / len(bounds) if reduce == "mean" else max(bounds))
     return found
 

@@ -79,8 +79,10 @@ def test_every_bound_is_at_least_the_largest_logit_of_its_page(lengths, steps, s
                             assert (bound - true).abs().max() <= 1e-4, "a page of one token knows its logit"
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
-@pytest.mark.parametrize("reduce", ["none", "max", "mean"])
+@pytest.mark.parametrize(
+    ("heads", "reduce"),
+    [((2, 2), "none"), ((6, 2), "none"), ((6, 2), "max"), ((6, 2), "mean"), ((4, 1), "none"), ((4, 1), "max")],
+)
 @torch.no_grad()
 def test_attended_pages_equal_the_loop_over_200_steps(heads, reduce, monkeypatch):
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 16 * heads[0]}
