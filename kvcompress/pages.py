@@ -83,7 +83,10 @@ def top_pages(scores: Tensor, wanted: Tensor, last: Tensor | None = None) -> Ten
     n = min(int(wanted.max()), scores.shape[2])
     if last is not None:
         scores = scores.scatter(2, last[..., None], float("inf"))
-    found, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    found, order = scores.topk(min(n + 1, scores.shape[2]), dim=-1)
+    equal = (found[..., n - 1 : n] == found[..., n:]) & (found[..., n:] > float("-inf"))
+    if int(wanted.min()) < n or bool(equal.any()):  # which of equal ones is chosen matters
+        found, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     rank, wanted = torch.arange(n, device=scores.device), wanted.to(scores.device)
     none = (found[..., :n] == float("-inf")) | (rank >= wanted[:, None, None])
     return order[..., :n].masked_fill(none, -1)
@@ -272,8 +275,7 @@ def fetch(store: PagedStore) -> None:
 
 def _note(layer: CompressedLayer, store: PagedStore, chosen: Tensor, index: PageIndex, forward: Forward) -> None:
     """Count this step's bytes by row: whole pages and the bounds that were looked at."""
-    read = (chosen >= 0).sum((1, 2))
-    pages = index.pages.sum(1)
+    read, pages = (chosen >= 0).sum((1, 2)), index.pages.sum(1)
     bounds = index.bounds.shape[-1] * index.bounds.element_size()
     scored = torch.div(pages * min(index.scored, store.heads), store.heads, rounding_mode="floor") * bounds
     stepped = (forward.added > 0).to(read.device)

@@ -189,6 +189,9 @@ def test_the_best_pages_are_the_first_of_equals_and_the_last_is_forced():
         [[[1.0, 3.0, 3.0, 0.0, float("-inf")]], [[1.0, 0.0, float("-inf"), float("-inf"), float("-inf")]]]
     )
     assert top_pages(scores, torch.tensor([2, 3])).tolist() == [[[1, 2, -1]], [[0, 1, -1]]]
+    assert top_pages(scores, torch.tensor([2, 2])).tolist() == [[[1, 2]], [[0, 1]]]
+    assert top_pages(scores, torch.tensor([1, 1])).tolist() == [[[1]], [[0]]]
+    assert top_pages(scores[1:], torch.tensor([4])).tolist() == [[[0, 1, -1, -1]]]
     last = torch.tensor([[3], [1]])
     assert top_pages(scores, torch.tensor([2, 1]), last).tolist() == [[[3, 1]], [[1, -1]]]
 
