@@ -98,6 +98,10 @@ ILLEGAL: list[tuple[str, Any]] = [
         ),
     ),
     (
+        "a reader that chooses for all heads at once needs the same tokens in each, which an eviction per head changes",
+        lambda m, p: p.reader.across_heads and p.scorer is not None,
+    ),
+    (
         "a reader that offloads pages cannot move parts of a codec's groups: codec=plain, int8 or turboquant",
         lambda m, p: p.reader.in_pages and isinstance(p.codec, GroupedCodec) and p.reader.offloads,
     ),

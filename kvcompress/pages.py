@@ -40,6 +40,7 @@ class PageIndex:
         real: LongTensor `[B]`, real tokens of each row when its prompt ended.
         step: LongTensor `[B]` on the CPU, which decode step of its row this is since the last longer forward, from 1;
             -1 for a row that has no token in it.
+        scaling: the model's factor on q·k.
         scored: heads whose bounds were read.
     """
 
@@ -49,6 +50,7 @@ class PageIndex:
     bounds: Tensor
     real: Tensor
     step: Tensor
+    scaling: float = 1.0
     scored: int = field(default=0, init=False)
 
     def upper(self, q: Tensor, heads: Tensor | None = None) -> Tensor:
@@ -101,6 +103,7 @@ class PagedReader(Reader):
     """
 
     in_pages: ClassVar[bool] = True
+    across_heads: ClassVar[bool] = False  # heads read the same pages, and so must hold the same tokens
     page_size: int
     budget: Budget
 
@@ -155,7 +158,9 @@ def read_pages(
     real = cache.real if cache.prompted is None else cache.prompted
     assert real is not None
     step = torch.where(forward.added > 0, layer.step, -1)
-    index = PageIndex(layer.index, store.size, store.pages().to(q.device), store.shown_bounds(), real, step)
+    index = PageIndex(
+        layer.index, store.size, store.pages().to(q.device), store.shown_bounds(), real, step, features.scaling
+    )
     chosen = reader.select(q, index, layer.state)
     if chosen is None:
         ids = torch.arange(store.most, device=q.device).expand(*index.pages.shape, -1)

@@ -160,6 +160,7 @@ class Reader(ABC):
     reads_all: ClassVar[bool] = False
     in_pages: ClassVar[bool] = False  # a `pages.PagedReader`
     offloads: ClassVar[bool] = False  # may hold pages on the host
+    across_heads: ClassVar[bool] = False
     page_size: int
 
     def bind(self, model: Any) -> Reader:

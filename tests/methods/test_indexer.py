@@ -1,0 +1,67 @@
+"""Indexer reads the tokens that all heads of a layer together attend to most, the same for every head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pages_reference import attended, watch
+from reference import MaskedReference
+from small_models import left_padded, random_ids, small_model
+
+from kvcompress import compress
+from kvcompress.methods import Full, Indexer, SnapKV
+from kvcompress.methods.indexer import IndexerReader
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite"])
+@torch.no_grad()
+def test_it_reads_the_tokens_of_the_largest_attention_summed_over_heads(architecture, monkeypatch):
+    """Against a stock model's own queries and keys, masked as the steps before; rows with padding too."""
+    model, twin, lengths, k = small_model(architecture), small_model(architecture), [24, 15], 6
+    ids, mask = left_padded(lengths)
+    seen = watch(monkeypatch, IndexerReader)
+    with compress(model, Indexer(budget=k)) as session:
+        session.prefill(ids, attention_mask=mask)
+        got = [session.step(random_ids(2, 1, t)) for t in range(8)]
+    with MaskedReference(twin) as reference:
+        reference.forward(ids, mask)
+        for t in range(8):
+            reference.keep = {}
+            for layer, _, chosen in seen[3 * t : 3 * t + 3]:
+                keep = torch.zeros(2, 2, 24 + t + 1, dtype=torch.bool)
+                for b, length in enumerate(lengths):
+                    assert len({frozenset(attended(head)) for head in chosen[b]}) == 1
+                    for token in attended(chosen[b, 0]):
+                        keep[b, :, 24 - length + token] = True
+                reference.keep[layer] = keep
+            expected = reference.forward(random_ids(2, 1, t))[:, -1]
+            assert (got[t] - expected).abs().max() <= 1e-5
+            for layer, _, chosen in seen[3 * t : 3 * t + 3]:
+                queries, keys, features = reference.captured[layer]
+                for b, length in enumerate(lengths):
+                    total = torch.zeros(length + t + 1)
+                    for h in range(4):
+                        logits = keys[b, h // 2, 24 - length :] @ queries[b, h, 0] * features.scaling
+                        total += torch.softmax(logits, 0)
+                    assert attended(chosen[b, 0]) == set(total.topk(k).indices.tolist())
+
+
+@torch.no_grad()
+def test_a_budget_of_all_tokens_is_the_full_cache_and_all_keys_are_counted_as_read():
+    model, ids = small_model(), random_ids(1, 20)
+
+    def run(method):
+        with compress(model, method) as session:
+            session.prefill(ids)
+            return torch.cat([session.step(random_ids(1, 1, t)) for t in range(5)]), session.report()["kv"]
+
+    full, _ = run(Full())
+    every, _ = run(Indexer(budget=100))
+    _, few = run(Indexer(budget=4))
+    assert (full - every).abs().max() <= 1e-5
+    assert few["read_bytes_per_token"] > 23 * 3 * 2 * 2 * 16 * 4, "choosing reads every key"
+
+
+def test_heads_that_hold_different_tokens_are_refused():
+    with pytest.raises(ValueError, match="chooses for all heads at once"):
+        SnapKV(budget=0.5, reader=IndexerReader(budget=8))
