@@ -195,7 +195,7 @@ def _decode_groups(
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
     packed = blocks.packed and not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q)
-    compressor.kernel("triton" if packed else "groups")
+    compressor.kernel("triton" if packed else "blockwise" if compressor.wants_probabilities else "groups")
     output, group = torch.empty_like(q), q.shape[1] // blocks.heads
     positions, p = layer.positions(), None
     if compressor.wants_probabilities:
