@@ -72,10 +72,14 @@ def kv_attention(
     if rotation is not None:
         query = layer.compact_queries(query, rotation)
     compressor: Compressor = cache.owner
+    whole, fusion = cache.forward, cache.forward.fusion
+    if fusion is not None:
+        query, cache.forward = fusion.asked(query), fusion.narrowed(whole)
     output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
     compressor.after_attention(layer, query, probabilities, features)
-    layer.fresh = None
-    return output.transpose(1, 2).contiguous(), None
+    cache.forward, layer.fresh = whole, None
+    output = output.transpose(1, 2).contiguous()
+    return output if fusion is None else fusion.widened(output), None
 
 
 def _windowed_layer(
@@ -134,8 +138,8 @@ def attend(
         part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
         seen_at = positions[batch, kv if positions.shape[1] > 1 else ALL[1]]
         asked_at = queries[batch] if queries.shape[0] > 1 else queries
-        for rows in blocks(n, q[batch, heads], keys):
-            last = store.length - n + rows.stop if ordered else store.length
+        for rows in blocks(n, q[batch, heads], keys, logits=math):
+            last = seen_at_most(store, forward, rows.stop, n) if ordered else store.length
             start = seen_by_all(store, forward, features, rows, n) if math else 0
             allowed = visible(seen_at[..., start:last], asked_at[:, rows], features.window)
             block, k, v = q[batch, heads, rows], keys[batch, kv, :last], values[batch, kv, :last]
@@ -155,7 +159,15 @@ def seen_by_all(store: Store, forward: Forward, features: Features, rows: slice,
     """How many of the first columns every query of a block sees, so that they need no mask."""
     if store.kind != "dense" or not store.full or forward.real is not None or features.window is not None:
         return 0
-    return store.length - n + rows.start
+    return seen_at_most(store, forward, rows.start + 1, n) - 1
+
+
+def seen_at_most(store: Store, forward: Forward, number: int, n: int) -> int:
+    """How many of a dense store's first columns the first `number` of n queries see: none sees a later one.
+
+    New columns lie last, one per query; in a fused prompt every column is new, and queries are there for some.
+    """
+    return store.length - n + number if forward.fusion is None else int(forward.positions[0, number - 1]) + 1
 
 
 def _decode(
