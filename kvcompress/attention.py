@@ -16,6 +16,7 @@ import torch
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
+from kvcompress.forward import Forward
 from kvcompress.kernels import triton_decode, triton_groups
 from kvcompress.kernels.blockwise import (
     ALL,
@@ -28,7 +29,7 @@ from kvcompress.kernels.blockwise import (
 )
 from kvcompress.kernels.lanes import lane_attention
 from kvcompress.kernels.pieces import piecewise_attention
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import Blocks, RaggedStore, Store
 
 Tensor = torch.Tensor
