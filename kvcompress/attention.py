@@ -16,7 +16,7 @@ import torch
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
-from kvcompress.kernels import triton_decode
+from kvcompress.kernels import triton_decode, triton_groups
 from kvcompress.kernels.blockwise import (
     ALL,
     Features,
@@ -27,8 +27,9 @@ from kvcompress.kernels.blockwise import (
     visible,
 )
 from kvcompress.kernels.lanes import lane_attention
+from kvcompress.kernels.pieces import piecewise_attention
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.layouts import RaggedStore, Store
+from kvcompress.layouts import Blocks, RaggedStore, Store
 
 Tensor = torch.Tensor
 
@@ -177,22 +178,58 @@ def _decode(
     if not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None
     wants = compressor.wants_probabilities or not features.plain
-    if isinstance(store, RaggedStore) and features.window is None and layer.holder().rotations is None:
+    if layer.blocks is not None and features.window is None:
+        return _decode_groups(layer, layer.blocks, q, forward, features, compressor)
+    in_lanes = layer.holder().rotations is None and (layer.holder().codec.in_lanes or not layer.sealed)
+    if isinstance(store, RaggedStore) and features.window is None and in_lanes:
         return _decode_lanes(store, layer, q, forward, features, compressor)
     compressor.kernel("blockwise" if wants else "sdpa")
-    keys, values = layer.keys_values()
+    asked, keys, values = layer.read(q)
     allowed = None
     if features.window is not None or forward.real is not None:
         allowed = visible(layer.positions(), forward.on("positions", q.device), features.window)
     elif not store.full:  # nothing that is held lies ahead of the newest token
         allowed = layer.positions()[:, :, None] >= 0
+    if allowed is not None and allowed.shape[1] > keys.shape[1]:  # held once for heads that see different slots
+        keys, values = (x.expand(-1, allowed.shape[1], -1, -1) for x in (keys, values))
     if not wants:
-        return sdpa_block(q, keys, values, allowed, features.scaling), None
-    output, p = softmax_block(q, keys, values, allowed, features)
+        return layer.expand(sdpa_block(asked, keys, values, allowed, features.scaling)), None
+    output, p = softmax_block(asked, keys, values, allowed, features)
+    output, p = layer.expand(output), p.view(p.shape[0], store.heads, -1, *p.shape[3:])
     if compressor.wants_mass:
         real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :, None]
         compressor.add_mass(layer, real.squeeze(3), forward)
     return output, p
+
+
+def _decode_groups(
+    layer: CompressedLayer, blocks: Blocks, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+) -> tuple[Tensor, Tensor | None]:
+    """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
+    packed = blocks.packed and not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q)
+    compressor.kernel("triton" if packed else "groups")
+    output, group = torch.empty_like(q), q.shape[1] // blocks.heads
+    positions, p = layer.positions(), None
+    if compressor.wants_probabilities:
+        p = q.new_zeros(q.shape[0], blocks.heads, group, layer.length, dtype=torch.float32)
+    for rows, heads, unit in blocks.each():
+        of = slice(heads.start * group, heads.stop * group) if heads.start is not None else heads
+        if packed:
+            output[rows, of] = triton_groups.decode(q[rows, of], unit, features)
+            continue
+        sinks = None if features.sinks is None else features.sinks[of]
+        mine = replace(features, sinks=sinks)
+        output[rows, of], found = piecewise_attention(q[rows, of], unit.pieces("keys"), unit.pieces("values"), mine)
+        if p is not None:
+            held = (positions[rows, heads if positions.shape[1] > 1 else slice(None)] >= 0)[:, :, None]
+            place = p[rows, heads]
+            place.masked_scatter_(held.expand_as(place), found)
+    if p is None:
+        return output, None
+    if compressor.wants_mass:
+        real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :]
+        compressor.add_mass(layer, real, forward)
+    return output, p[:, :, :, None]
 
 
 def _decode_lanes(
@@ -200,13 +237,14 @@ def _decode_lanes(
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over segments of different lengths, read where they lie."""
     owners = store.owners()
-    k, v = layer.decoded({name: store.in_lanes(name)[None] for name in layer.coded()})
+    asked, k, v = layer.read_lanes(q)
     positions = store.in_lanes("positions")
     if not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q):
         compressor.kernel("triton")
-        return triton_decode.decode(q, k[0], v[0], positions, store.table(), features), None
+        return layer.expand(triton_decode.decode(asked, k, v, positions, store.table(), features)), None
     compressor.kernel("lanes")
-    output, p = lane_attention(q, k[0], v[0], positions < 0, owners, store.heads, features)
+    output, p = lane_attention(asked, k, v, positions < 0, owners, store.heads, features)
+    output = layer.expand(output)
     if not compressor.wants_probabilities:
         return output, None
     if compressor.wants_mass:

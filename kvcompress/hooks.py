@@ -34,7 +34,7 @@ class Hooks:
         compat.check_model(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
-        method = method.bind(model)
+        method = method.ready(model)
         self.tokenizer = passes.tokenizer_of(model) if tokenizer is None else tokenizer
         if self.tokenizer is not None:
             method = method.for_tokenizer(self.tokenizer)
@@ -63,6 +63,7 @@ class Hooks:
         self._inner_due = False  # its base model is still to be called
         self._undo: list[Any] = []
         self._open = False
+        self._turns: list[compat.Rotation] | None = None  # how keys are turned back, where the codec wants to
 
     # ------------------------------------------------------------------ attaching
 
@@ -78,6 +79,8 @@ class Hooks:
         if self.compressor.parts.prefill.needs_segments:
             compat.check_reusable(self.model)
             self.reuse_rotations = self.compressor.rotations or compat.rotations(self.model)
+        if self.compressor.parts.codec.needs_rotation and self._turns is None:
+            self._turns = compat.rotations(self.model)
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
         before = self.model.config._attn_implementation
@@ -154,7 +157,7 @@ class Hooks:
         compressor = self.compressor
         cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
         cache.layers[:] = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
-        cache.owner, cache.model = compressor, weakref.ref(self.model)
+        cache.owner, cache.model, cache.turns = compressor, weakref.ref(self.model), self._turns
         return cache
 
     def _before_forward(
@@ -182,19 +185,21 @@ class Hooks:
             raise ValueError("the prompt is empty: give at least one token")
         named["cache"] = cache = self._adopt(named.get("cache"))
         named["use_cache"] = True
-        unchanged = cache.real, cache.cap, cache.columns, cache.closed
+        unchanged = cache.real, cache.cap, cache.columns, cache.closed, cache.shift
         try:
             forward = self._describe(cache, tokens, named.get("attention_mask"))
             self._check_length(cache, forward)
+            if named.get("position_ids") is not None:
+                forward.rotated = named["position_ids"]
+            if self._turns is not None:
+                cache.note_shift(forward)
             passes.plan(self, cache, forward, named.get("input_ids"))
         except ValueError:  # a refused forward leaves no trace
-            cache.real, cache.cap, cache.columns, cache.closed = unchanged
+            cache.real, cache.cap, cache.columns, cache.closed, cache.shift = unchanged
             raise
         cache.forward = forward
         if cache.columns is not None and named.get("attention_mask") is None:
             named["attention_mask"] = cache.columns.to(tokens.device)
-        if named.get("position_ids") is not None:
-            forward.rotated = named["position_ids"]
         self.cache = cache
         self._outer, self._inner_due = module, module is self.model
         cache.broken = True  # until the forward has ended: an interrupt runs no hook

@@ -14,7 +14,25 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from kvcompress.codec import Codec, Plain
 from kvcompress.view import LayerView, Needs, Observed, Pass, State, Tensor
+
+__all__ = [
+    "Allocator",
+    "Chunked",
+    "Codec",
+    "OneShot",
+    "Parts",
+    "Plain",
+    "Prefill",
+    "Prefilled",
+    "PromptRunner",
+    "ReadAll",
+    "Reader",
+    "Schedule",
+    "Scorer",
+    "Uniform",
+]
 
 
 class Scorer(ABC):
@@ -133,33 +151,6 @@ class Uniform(Allocator):
         heads = scores[0].shape[1]
         per_head = torch.div(total, n_layers * heads, rounding_mode="floor")
         return [per_head[:, None].expand(-1, heads).clone() for _ in scores]
-
-
-class Codec(ABC):
-    """In what form kept keys and values are held: named channels whose dim 2 is the slot."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """`[B, H_kv, n, D]` each → channels `[B, H_kv, n, ...]`. Codes once stored are never encoded again."""
-
-    @abstractmethod
-    def decode(self, channels: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Channels → keys and values as attention, scorers and readers see them."""
-
-
-@dataclass(frozen=True)
-class Plain(Codec):
-    """Keys and values as the model made them."""
-
-    name: ClassVar[str] = "plain"
-
-    def encode(self, keys, values):
-        return {"keys": keys, "values": values}
-
-    def decode(self, channels):
-        return channels["keys"], channels["values"]
 
 
 class Reader(ABC):

@@ -346,7 +346,9 @@ class Session(Hooks):
                 "storage": "real",
             },
             "nbytes": held,
-            "active": evicted > 0 or bool(cache.reuse and cache.reuse["tokens_reused"] > 0),
+            "active": evicted > 0
+            or any(layer.sealed for layer in cache.full_layers)
+            or bool(cache.reuse and cache.reuse["tokens_reused"] > 0),
             "evicted": evicted,
             "clamped": cache.clamped,
             "notes": [*self.notes, *self._reuse_notes(cache)],
