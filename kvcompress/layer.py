@@ -109,6 +109,7 @@ class CompressedLayer(CacheLayerMixin):
         self.evicted = 0
         self.group = 1  # query heads per KV head
         self._borrowed: DenseStore | None = None  # another cache's slots, until own()
+        self.windows: dict[int, Any] = {}  # attention of these windows, for all that borrow this prompt; None: not yet
         self.queries: Tensor | None = None  # [B, H, n, D] of this forward, while it is looked at
         self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done
 
@@ -438,9 +439,11 @@ class CompressedLayer(CacheLayerMixin):
         self.store = self._borrowed = store.borrow(n for n in store.channels if n != "mass" or mass)
         self.seen, self.is_initialized, self.group = other.seen, True, other.group
         self.device, self.dtype, self.full_width = other.device, other.dtype, other.full_width
+        self.windows = other.windows
 
     def own(self) -> None:
         """Copy what is still borrowed, as a prompt of this cache's own would have left it."""
+        self.windows = {}
         if self._borrowed is not None and self.store is self._borrowed:
             store = self._borrowed
             self.store = DenseStore.of(store.channels, store.counts, grow=not self.holder().limited)

@@ -7,6 +7,7 @@ falls on both; the same comparison of a thing with itself (A/A) tells how far ch
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import platform
@@ -207,10 +208,11 @@ def hardware(device: Device = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "transformers": metadata.version("transformers"),
-        "git_commit": git_commit(),
+        "git_commit": _own_commit(),
     }
 
 
+@functools.cache
 def _cpu_name() -> str:
     with suppress(OSError):  # there on Linux only
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -229,6 +231,12 @@ def _memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+@functools.cache
+def _own_commit() -> str | None:
+    """The commit this process runs, asked for once: what it has imported stays what it was."""
+    return git_commit()
 
 
 def git_commit(folder: Path | None = None) -> str | None:

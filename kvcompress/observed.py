@@ -39,7 +39,10 @@ class LayerObserved(Observed):
 
     def window(self, size: int) -> tuple[Tensor, Tensor]:
         if size not in self._windows:
-            self._windows[size] = self._window(size)
+            common = self.layer.windows
+            self._windows[size] = common.get(size) or self._window(size)
+            if size in common:
+                common[size] = self._windows[size]
         return self._windows[size]
 
     def _window(self, size: int) -> tuple[Tensor, Tensor]:

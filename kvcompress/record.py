@@ -44,6 +44,7 @@ KEYS = (
         "protocol.turns",
         "protocol.questions",
         "protocol.batch",
+        "protocol.lengths",
         "protocol.data",
         "protocol.revision",
         "protocol.shared",

@@ -107,6 +107,12 @@ class SharedPrefill:
     kernels: frozenset[str]
     needs: Needs
 
+    @property
+    def windows_bytes(self) -> int:
+        """What the attention of windows that is remembered for all takes, at most."""
+        layers = self.cache.full_layers
+        return sum(_window_bytes(self.cache, window) for window in layers[0].windows) if layers else 0
+
     def serves(self, cache: CompressedCache, segments: Sequence[Tensor], mask: Tensor | None) -> bool:
         """True if this is what a prompt of `segments` on `cache` would compute."""
         if cache.real is not None or (mask is not None and not bool(mask.bool().all())):
@@ -180,7 +186,15 @@ def prefill_once(
         cache = session.prefill(prompt.to(model.device)).cache
         recorder = session.compressor
     forward = recorder.forward or Forward(*_plain_forward(prompt.shape[1]))
+    if needs.window and _window_bytes(cache, needs.window) <= cache.nbytes()["allocated"]:
+        for layer in cache.full_layers:
+            layer.windows = {needs.window: None}
     return SharedPrefill(prompt.cpu(), cache, recorder.features, forward, frozenset(recorder.kernels), needs)
+
+
+def _window_bytes(cache: CompressedCache, window: int) -> int:
+    """What the attention of a window takes in all layers: it is computed once, if that is no more than the cache."""
+    return sum(4 * window * layer.group * int(layer.counts.sum()) for layer in cache.full_layers)
 
 
 def _plain_forward(length: int) -> tuple[Any, ...]:

@@ -236,8 +236,11 @@ class Batch:
             assert isinstance(store, RaggedStore)
             channels = store.part(row, self._before[index][row], new)
             channels["positions"] = channels["positions"][:, :1]
-            for t in range(new):  # one by one, so that buffers grow as they would have
-                own.held().append({name: value[:, :, t : t + 1] for name, value in channels.items()}, None, one)
+            mine, done = own.held(), 0
+            while done < new:  # buffers grow at the token at which they would have
+                n = min(max(1, mine.spare), new - done)
+                mine.append({name: value[:, :, done : done + n] for name, value in channels.items()}, None, n * one)
+                done += n
             own.seen += new
         cache = member.cache
         assert cache.real is not None

@@ -11,6 +11,7 @@ from kvcompress import compress
 from kvcompress.compression import Compressor
 from kvcompress.method import Chunked, Needs
 from kvcompress.methods import Full, SnapKV, StreamingLLM
+from kvcompress.observed import LayerObserved
 from kvcompress.shared import cannot_share, prefill_once
 
 BUDGETS = (0.2, 0.5, 24)
@@ -87,6 +88,27 @@ def test_one_prefill_serves_all_methods_and_is_left_as_it_was():
         assert_same(followed(model, method, ids), followed(model, method, ids, shared))
     for (k, v), (k2, v2) in zip(before, map(shared.cache.keys_values, range(3)), strict=True):
         assert torch.equal(k, k2) and torch.equal(v, v2)
+
+
+def test_the_attention_of_the_widest_window_is_computed_once_for_all_methods(monkeypatch):
+    model = small_model("llama").eval()
+    ids = random_ids(1, 60, seed=4)
+    methods = [make(name, budget) for name in ("SnapKV", "AdaKV", "CAKE") for budget in BUDGETS]
+    window = methods[0].parts().scorer.needs.window
+    alone = [followed(model, method, ids) for method in methods]
+    computed = []
+    plain = LayerObserved._window
+    monkeypatch.setattr(LayerObserved, "_window", lambda self, size: computed.append(size) or plain(self, size))
+    shared = prefill_once(model, ids, Needs(window=window))
+    held = shared.windows_bytes
+    for method in methods:
+        with compress(model, method, shared=shared) as session:
+            session.prefill(ids)
+    assert computed == [window] * len(shared.cache.layers)
+    kept = [layer.windows[window][0] for layer in shared.cache.full_layers]
+    assert held == sum(p.numel() * 4 for p in kept)
+    for method, before in zip(methods, alone, strict=True):
+        assert_same(before, followed(model, method, ids, shared))
 
 
 def test_with_the_blockwise_kernel_methods_with_and_without_mass_share():

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from kvcompress import sanity
 from kvcompress.launcher.cell import Cell
 from kvcompress.launcher.plan import Group, listed
 from kvcompress.method import Method
@@ -53,7 +54,8 @@ def estimate(
     """Print cells, groups, prefills saved, tokens and time. Nothing is written.
 
     Returns:
-        by run id why a cell could not begin: its model cannot be loaded, or its samples cannot be had.
+        by run id why a cell could not begin: its model cannot be loaded, its samples cannot be had, or their right answers
+        do not score 1.
     """
     faults: dict[str, str] = {}
     rows: dict[Any, Row] = {}
@@ -69,9 +71,12 @@ def estimate(
         try:
             model, tokenizer = load(first.config)
             samples = list(islice(first.task.samples(tokenizer), first.config.limit))
+            found = sanity.check(first.task, samples)
         except Exception as fault:
             faults |= {cell.run_id: f"{type(fault).__name__}: {fault}" for cell in todo}
             continue
+        for note in found.notes:
+            console.print(f"{first.task.name}: {note}", style="yellow", highlight=False, markup=False)
         if id(model) not in speeds:
             speeds = {id(model): calibrate(model)}
         row.add(todo, samples, speeds[id(model)])

@@ -19,7 +19,7 @@ def new_tokens(sample: Sample) -> int:
 def of_prefill(shared: SharedPrefill) -> int:
     """Bytes of a shared prefill: keys, values, and what was observed; twice, as a cell copies its share to decide."""
     held = shared.cache.nbytes()
-    return held["allocated"] + 2 * held["scores"] + held["index"] + held["other_allocated"]
+    return held["allocated"] + 2 * held["scores"] + held["index"] + held["other_allocated"] + shared.windows_bytes
 
 
 def of_cell(method: Method, shared: SharedPrefill, new: int, copies: int = 1) -> int:

@@ -56,6 +56,11 @@ class DenseStore:
         return self.channels["positions"].shape[2]
 
     @property
+    def spare(self) -> int:
+        """Columns that can be appended before the buffer grows."""
+        return self.capacity - self.length
+
+    @property
     def counts(self) -> Tensor:
         """Non-empty slots, LongTensor `[B, H]` on the CPU."""
         if self._sum is None:  # whole columns are only counted up: one addition per look, not per token

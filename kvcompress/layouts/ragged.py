@@ -64,6 +64,11 @@ class RaggedStore:
         self._counts, self._appended, self._sum = counts, 0, counts
 
     @property
+    def spare(self) -> int:
+        """Tokens to append at once: lanes are handed out token by token."""
+        return 1
+
+    @property
     def extents(self) -> Tensor:
         """Slots from a segment's first to its last, holes included, LongTensor `[B, H]` on the CPU."""
         return self.counts + self._holes

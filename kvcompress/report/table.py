@@ -93,10 +93,11 @@ def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]
 
 def title(record: Record) -> str:
     """What all rows of a table have in common."""
-    question = record.get("protocol.question")
+    question, lengths = record.get("protocol.question"), record.get("protocol.lengths")
     parts = [
         record.get("model"),
         record.get("task"),
+        f"{lengths} tokens" if lengths else None,
         record.get("protocol.haystack"),
         record.get("protocol.source"),
         record.get("protocol.texts"),

@@ -12,12 +12,14 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from sweeps import SHARED, SHORT, TOGETHER, cell, cells, left, sweep
 
-from kvcompress import config, models, record
+from kvcompress import config, models, record, sanity
 from kvcompress.launcher import work
 from kvcompress.launcher.cell import Cell, check
 from kvcompress.launcher.check import difference
 from kvcompress.launcher.status import cells_of, show
+from kvcompress.report.table import title
 from kvcompress.run import Options, main
+from kvcompress.tasks.needle import Needle
 
 
 def command(folder, *arguments):
@@ -139,6 +141,21 @@ def test_a_dry_run_of_a_model_that_cannot_be_loaded_says_so(tmp_path, capfd):
     assert command(tmp_path, "method=snapkv,tova", "budget=0.5", "dry=true", nowhere) == 1
     printed = capfd.readouterr().err
     assert printed.count("failed: ") == 2 and "Traceback" not in printed
+
+
+def test_a_dry_run_says_that_right_answers_do_not_score_one(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sanity, "_passed", {})
+    monkeypatch.setattr(Needle, "gold", lambda self, sample: ["another answer"])
+    assert command(tmp_path, "method=snapkv,tova", "budget=0.5", "dry=true") == 1
+    printed = " ".join(capfd.readouterr().err.split())
+    assert "the right answer 'another answer' scores 0" in printed and "Traceback" not in printed
+
+
+def test_tables_of_one_task_at_two_lengths_have_headings_of_their_own(tmp_path):
+    for length in (300, 450):
+        sweep(cells(tmp_path, "full,snapkv", "0.5", f"task.lengths=[{length}]"))
+    records = [record.read_record(path) for path in sorted(tmp_path.glob("test/*/record.json"))]
+    assert {title(one).split(" · ")[2] for one in records} == {"300 tokens", "450 tokens"}
 
 
 def test_the_plan_of_a_dry_run_fits_eighty_columns(tmp_path, monkeypatch, capfd):
