@@ -53,6 +53,7 @@ __all__ = [
     "check_model",
     "foreign_attention",
     "is_empty_dynamic",
+    "kv_heads",
     "layer_types",
     "max_positions",
     "new_layers",
@@ -92,6 +93,12 @@ def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixi
         make_full(i) if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kw)
         for i, (kind, kw) in enumerate(zip(types, kwargs, strict=True))
     ]
+
+
+def kv_heads(model: PreTrainedModel) -> int:
+    """Heads whose keys and values a full-attention layer's cache holds."""
+    config = text_config(model)
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
