@@ -242,13 +242,12 @@ def check_group(model: Any, group: int) -> None:
 # ---------------------------------------------------------------------- how much of each
 
 
-def allocate(sides: Mapping[Side, Basis], group: int, numbers: int, how: Allocation) -> dict[Side, int]:
-    """Ranks per layer and side, at most `numbers` held per token over all of them and at least `group` for each.
+def allocate(sides: Mapping[Side, Basis], unit: int, numbers: float, how: Allocation) -> dict[Side, int]:
+    """Ranks per layer and side, in multiples of `unit`: at most `numbers` held per token over all of them.
 
     "uniform": the same share of every side's directions. "energy": the directions that carry most of their layer's and
     side's mean square go first, wherever they are (water-filling on singular values, each side's scaled to a sum of
-    squares of 1); the groups of a layer have the same rank. Ranks are multiples of `group`, since a latent is held in
-    as many parts as heads share it.
+    squares of 1); the groups of a layer have the same rank.
 
     Raises:
         ValueError: too few numbers for the least rank everywhere.
@@ -257,22 +256,21 @@ def allocate(sides: Mapping[Side, Basis], group: int, numbers: int, how: Allocat
     least = 0
     for order, (side, basis) in enumerate(sorted(sides.items())):
         groups, width = basis.energy.shape
-        cost = groups * group
-        least += cost
-        gains = basis.energy.sum(0).unflatten(0, (-1, group)).sum(-1) / basis.energy.sum().clamp(min=1e-30)
-        for number in range(1, width // group):
-            worth = float(gains[number]) if how == "energy" else -(number + 1) * group / width
-            steps.append((-worth, number * len(sides) + order, side, cost))
+        least += groups * unit
+        energy = basis.energy.sum(0)[: width // unit * unit]
+        gains = energy.unflatten(0, (-1, unit)).sum(-1) / basis.energy.sum().clamp(min=1e-30)
+        for number in range(1, width // unit):
+            worth = float(gains[number]) if how == "energy" else -(number + 1) * unit / width
+            steps.append((-worth, number * len(sides) + order, side, groups * unit))
     if numbers < least:
         raise ValueError(
-            f"{numbers} numbers per token are too few for rank {group} in every layer: {least}; raise budget"
+            f"a budget of {numbers:.0f} numbers per token is too small: rank {unit} in all layers takes {least}; raise it"
         )
-    ranks, left = dict.fromkeys(sides, group), numbers - least
+    ranks, left = dict.fromkeys(sides, unit), numbers - least
     for _, _, side, cost in sorted(steps):
-        if cost > left:
-            break
-        ranks[side] += group
-        left -= cost
+        if cost <= left:
+            ranks[side] += unit
+            left -= cost
     return ranks
 
 

@@ -119,7 +119,7 @@ def test_ranks_by_energy_discard_less_of_it_than_equal_ones():
 
 def test_too_few_numbers_for_one_direction_each_are_refused():
     sides = factorise(small_model("llama"), random_ids(8, 40)).sides
-    with pytest.raises(ValueError, match="raise budget"):
+    with pytest.raises(ValueError, match="too small: rank 1 in all layers takes 12; raise it"):
         allocate(sides, 1, 11, "uniform")
 
 
