@@ -76,6 +76,9 @@ class Codec(ABC):
 
     Attributes:
         needs_rotation: `Slots.rotate` and `unrotate` are wanted. Refused for models whose rotation depends on length.
+        absorbed: every query, not single ones alone, is answered through `query`, `read` and `expand`, tokens of its own
+            forward included: the codec changes how attention is computed, not only what it is given.
+        joint: heads share what is held, so they must hold the same tokens: no scorer goes with it.
         in_lanes: single queries may read channels where they lie, `[1, lanes, slots, ...]`, in ragged layers.
         scales: names of channels that are scales and zeros, counted as such.
     """
@@ -84,6 +87,14 @@ class Codec(ABC):
     needs_rotation: ClassVar[bool] = False
     in_lanes: ClassVar[bool] = True
     scales: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def absorbed(self) -> bool:
+        return False
+
+    @property
+    def joint(self) -> bool:
+        return False
 
     @property
     def needs(self) -> Needs:

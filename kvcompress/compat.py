@@ -28,13 +28,11 @@ Tensor = torch.Tensor
 ATTENTION = "kvcompress"
 
 VERIFIED = (  # tests/test_truth.py compares each with its own eager attention
-    "cohere2 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2"
+    "cohere2 deepseek_v2 deepseek_v3 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2"
 ).split()  # noqa: SIM905
 
 REFUSED = {
-    "deepseek_v2": "its cache holds MLA latents, which need an adapter of their own",
-    "deepseek_v3": "its cache holds MLA latents, which need an adapter of their own",
-    "deepseek_v32": "its cache holds MLA latents and indexer keys, which need an adapter of their own",
+    "deepseek_v32": "its cache holds indexer keys beside MLA latents, which need an adapter of their own",
     "gemma3n_text": "its layers share key-value states",
 }
 
@@ -45,6 +43,7 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "DynamicCache",
+    "LatentAttention",
     "REFUSED",
     "Rotation",
     "VERIFIED",
@@ -53,7 +52,9 @@ __all__ = [
     "check_model",
     "foreign_attention",
     "is_empty_dynamic",
+    "holds_latents",
     "kv_heads",
+    "latent_attention",
     "layer_types",
     "max_positions",
     "new_layers",
@@ -98,7 +99,54 @@ def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixi
 def kv_heads(model: PreTrainedModel) -> int:
     """Heads whose keys and values a full-attention layer's cache holds."""
     config = text_config(model)
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 1 if holds_latents(model) else getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def holds_latents(model: PreTrainedModel) -> bool:
+    """True for multi-head latent attention, whose cache holds one latent and one rotated key for all heads."""
+    return bool(getattr(text_config(model), "kv_lora_rank", None))
+
+
+@dataclass(frozen=True, eq=False)
+class LatentAttention:
+    """How an MLA layer's heads use what its cache holds: latents c `[d_c]` and rotated keys k `[d_r]`, one of each.
+
+    A head's key is [U c, k] and its value V c (DeepSeek-V2, arXiv 2405.04434, section 2.1), so q [U c, k] = [q_n U, q_r]
+    [c, k] and the sum of values is V times the sum of latents: attention of H query heads over one head's [c, k].
+
+    Attributes:
+        keys: U of each head, `[H, d_n, d_c]`.
+        values: V of each head, `[H, d_v, d_c]`.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries `[B, H, n, d_n + d_r]` as they are multiplied with [c, k], `[B, H, n, d_c + d_r]`."""
+        width = self.keys.shape[1]
+        return torch.cat([q[..., :width] @ self.keys, q[..., width:]], dim=-1)
+
+    def expand(self, output: Tensor) -> Tensor:
+        """Values `[B, H, n, d_v]` from sums of latents `[B, H, n, d_c]`."""
+        return output @ self.values.transpose(1, 2)
+
+
+def latent_attention(module: torch.nn.Module) -> LatentAttention | None:
+    """The two halves of an attention module's up-projection, as views of its weight; None where it has none.
+
+    Raises:
+        ValueError: a weight that is no plain matrix (quantised).
+    """
+    up: Any = getattr(module, "kv_b_proj", None)
+    if up is None:
+        return None
+    weight = getattr(up, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or getattr(up, "bias", None) is not None:
+        raise ValueError("an MLA layer's kv_b_proj needs a plain weight without bias: load the model unquantised")
+    still, values = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
+    heads = weight.view(-1, still + values, weight.shape[1])
+    return LatentAttention(heads[:, :still], heads[:, still:])
 
 
 def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
@@ -108,6 +156,11 @@ def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
         ValueError: if a layer has none that we know, or one whose weight is no plain matrix of that shape.
     """
     config = text_config(model)
+    if holds_latents(model):
+        raise ValueError(
+            f"{model.config.model_type!r} holds latents, which its output projection does not multiply: a method that "
+            "weighs values by it does not go with it; take another method"
+        )
     found: dict[int, torch.nn.Module] = {}
     width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
     for module in base_model(model).modules():
@@ -246,6 +299,11 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
     Raises:
         ValueError: if the rotation depends on the sequence length, or matches no known form.
     """
+    if holds_latents(model):
+        raise ValueError(
+            f"{model.config.model_type!r} holds latents and one rotated key beside them, which cannot be turned back as "
+            "keys: compact positions, queries before rotation and low-rank codecs do not go with it; take another method"
+        )
     rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
     if not rotary:
         raise ValueError(

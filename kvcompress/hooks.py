@@ -17,6 +17,7 @@ from kvcompress import (
     passes,
 )
 from kvcompress.cache import CompressedCache
+from kvcompress.codec import Codec
 from kvcompress.compression import Compressor
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.method import Method
@@ -46,6 +47,12 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
+        codec = self.compressor.parts.codec
+        if compat.holds_latents(model) and (codec.needs_rotation or type(codec).query is not Codec.query):
+            raise ValueError(
+                f"codec={codec.name} changes how keys and queries meet, and {model.config.model_type!r} holds latents "
+                "already: take codec=plain, or one that only codes numbers, such as int8"
+            )
         if self.compressor.needs.extra_passes and self.tokenizer is None:
             raise ValueError(
                 f"{type(method).__name__} writes prompts of its own and needs the model's tokenizer: "
@@ -153,6 +160,7 @@ class Hooks:
         cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
         cache.layers[:] = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
         cache.owner, cache.model, cache.turns = compressor, weakref.ref(self.model), self._turns
+        cache.latents = compat.holds_latents(self.model)
         return cache
 
     def _before_forward(
