@@ -28,7 +28,8 @@ Tensor = torch.Tensor
 ATTENTION = "kvcompress"
 
 VERIFIED = (  # tests/test_truth.py compares each with its own eager attention
-    "cohere2 deepseek_v2 deepseek_v3 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2"
+    "cohere2 deepseek_v2 deepseek_v3 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 starcoder2"
 ).split()  # noqa: SIM905
 
 REFUSED = {

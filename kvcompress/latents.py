@@ -61,6 +61,9 @@ class GroupLatents:
             return self.decode(latents, slots)
         return slots.rotate(self._expanded(latents["key_latent"], self.keys, slots)), latents["value_latent"]
 
+    def query(self, q: Tensor, slots: Slots) -> Tensor:
+        return q
+
     def expand(self, output: Tensor) -> Tensor:
         """`[B, H, n, rank]` → `[B, H, n, D]`, once per query instead of once per value."""
         if self.group > 1:
@@ -127,7 +130,7 @@ class JointLatent:
         )
         return torch.cat([moving, still * self.scale], dim=-1)
 
-    def read(self, latents: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def read(self, latents: dict[str, Tensor], slots: Slots) -> tuple[Tensor, Tensor]:
         held = latents["latent"]
         return held, held[..., self.rope_dims :]
 

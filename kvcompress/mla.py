@@ -32,6 +32,8 @@ from kvcompress.lowrank import (
 
 Tensor = torch.Tensor
 
+SIDE = "latent"  # of a layer: keys and values together
+
 
 @dataclass(frozen=True, eq=False)
 class JointBasis:
@@ -127,8 +129,12 @@ def rotated_pairs(rotation: compat.Rotation) -> Tensor:
     return torch.stack([number, number + len(number)] if rotation.style == "half" else [2 * number, 2 * number + 1], 1)
 
 
-def convert(model: Any, text: CalibrationText | Tensor, rope_dims: int, tokenizer: Any = None) -> dict[int, JointBasis]:
+def convert(
+    model: Any, text: CalibrationText | Tensor, rope_dims: int | None = None, tokenizer: Any = None
+) -> dict[int, JointBasis]:
     """Measure a model's full-attention layers, without looking for stored bases.
+
+    `rope_dims` is of all heads together; None for as many as one head rotates.
 
     Raises:
         ValueError: `rope_dims` is odd, negative or more than the model rotates; fewer tokens than directions.
@@ -139,6 +145,7 @@ def convert(model: Any, text: CalibrationText | Tensor, rope_dims: int, tokenize
     shapes = {layer: (keys.shape[2], values.shape[2]) for layer, keys, values in outputs(model, ids[:1, :2])}
     found = {}
     most = max(2 * heads * len(rotated_pairs(rotations[layer])) for layer in moments)
+    rope_dims = most // heads if rope_dims is None else rope_dims
     if rope_dims < 0 or rope_dims % 2 or rope_dims > most:
         raise ValueError(
             f"rope_dims={rope_dims}; an even number from 0 to {most}, which is all that this model rotates"
@@ -150,7 +157,9 @@ def convert(model: Any, text: CalibrationText | Tensor, rope_dims: int, tokenize
     return found
 
 
-def stored(model: Any, text: CalibrationText, rope_dims: int, tokenizer: Any = None) -> dict[int, JointBasis]:
+def stored(
+    model: Any, text: CalibrationText, rope_dims: int | None = None, tokenizer: Any = None
+) -> dict[int, JointBasis]:
     """A model's bases from the user's folder, measured where it has none."""
     path = folder() / f"{fingerprint(model, text, {'form': 'mla', 'rope_dims': rope_dims})}.safetensors"
     tensors = read(path)
@@ -166,4 +175,4 @@ def stored(model: Any, text: CalibrationText, rope_dims: int, tokenizer: Any = N
 
 def spectra(bases: Mapping[int, JointBasis]) -> dict[tuple[int, str], Basis]:
     """Energies of the latents as sides, for the allocation of ranks."""
-    return {(layer, "latent"): Basis(torch.zeros(0), basis.energy[None]) for layer, basis in bases.items()}
+    return {(layer, SIDE): Basis(torch.zeros(0), basis.energy[None]) for layer, basis in bases.items()}
