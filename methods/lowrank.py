@@ -99,13 +99,13 @@ class LowRankCodec(Codec):
         """
         unit = self.group
         if self.rank is not None:
-            most = min(basis.energy.shape[1] for basis in sides.values())
+            most = max(basis.energy.shape[1] for basis in sides.values())
             if self.rank > most or self.rank % unit:
                 raise ValueError(
                     f"rank={self.rank}; this model's full rank is {most} for group={self.group}: at most that, and a "
                     f"multiple of {unit}"
                 )
-            return dict.fromkeys(sides, self.rank)
+            return {side: min(self.rank, basis.energy.shape[1]) for side, basis in sides.items()}
         layers = len({layer for layer, _ in sides})
         beside = 0
         if bases is None:

@@ -52,8 +52,7 @@ def test_full_rank_is_the_stock_model(architecture, options):
     if options.get("form") == "mla" and architecture == "phi3":
         options = options | {"rope_dims": 16, "rank": 48}  # half of its dimensions rotate
     if options.get("form") == "mla" and architecture == "smollm3":
-        options = options | {"rank": 32}
-        pytest.skip("a layer without rotation has more to hold in its latent than the others: no one full rank")
+        options = options | {"rank": 64}  # a layer without rotation has more that can go into its latent
     model = small_model(architecture)
     ids, mask = left_padded([40, 25])
     more = random_ids(2, 8, 3)
@@ -63,19 +62,21 @@ def test_full_rank_is_the_stock_model(architecture, options):
 
 
 class ProjectedCache(DynamicCache):
-    """Holds keys and values after projection on their bases, key by key before rotation; new prompts exact."""
+    """Holds keys and values after projection on their bases, key by key before rotation; a prompt sees its own exact."""
 
     def __init__(self, model, latents, group):
         super().__init__()
         self.model, self.latents, self.group, self.start = model, latents, group, 0
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        start = self.get_seq_length(layer_idx)
-        kept = super().update(
+        start, n = self.get_seq_length(layer_idx), key_states.shape[2]
+        keys, values = super().update(
             self.projected(key_states, layer_idx, start, True), self.projected(value_states, layer_idx, start, False),
             layer_idx, *args, **kwargs,
         )  # fmt: skip
-        return (key_states, value_states) if start == 0 else kept
+        if n == 1:
+            return keys, values
+        return torch.cat([keys[:, :, :-n], key_states], 2), torch.cat([values[:, :, :-n], value_states], 2)
 
     def projected(self, x, layer, start, turn):
         """Loops over tokens: turn back by complex numbers, project each group's heads together, turn again."""
@@ -267,7 +268,9 @@ def test_eviction_and_low_rank_go_together():
         session.prefill(ids)
         assert held(session.cache, 0) == alone
         kept = session.cache.nbytes()
-        assert kept["keys_values"] / kept["full"] == pytest.approx(0.25, abs=0.01)
+        assert kept["keys_values"] / kept["full"] == pytest.approx(
+            0.25, abs=0.012
+        )  # less the positions that the codec counts
         session.generate(6)
     with compress(model, snap.replace(codec=LowRank(rank=16, **TEXT))) as session:
         whole = session.prefill(ids).logits
