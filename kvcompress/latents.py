@@ -31,6 +31,21 @@ class Factor:
         return self._copies[key]
 
 
+def spread(rank: int) -> Tensor:
+    """An orthogonal matrix `[rank, rank]` that spreads each direction over all: numbers of equal size quantise best.
+
+    Hadamard's where there is one of that size by doubling; else Hartley's, whose entries are all below sqrt(2 / rank).
+    """
+    if rank & (rank - 1):
+        angle = torch.arange(rank, dtype=torch.float64).outer(torch.arange(rank, dtype=torch.float64)) % rank
+        turn = angle * (2 * torch.pi / rank)
+        return ((turn.cos() + turn.sin()) / rank**0.5).float()
+    matrix = torch.ones(1, 1)
+    while len(matrix) < rank:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / rank**0.5
+
+
 class GroupLatents:
     """Per group of KV heads, a latent of the keys before rotation and one of the values.
 

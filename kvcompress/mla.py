@@ -12,13 +12,12 @@ models that are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from kvcompress import compat
-from kvcompress.latents import JointLatent
 from kvcompress.lowrank import (
     Basis,
     CalibrationText,
@@ -53,9 +52,9 @@ class JointBasis:
     ratio: Tensor
     energy: Tensor
 
-    def latent(self, rank: int) -> JointLatent:
-        """The form that holds `rank` numbers of the latent."""
-        return JointLatent(self.rope, self.keys[..., :rank], self.values[..., :rank], float(self.ratio) ** 2)
+    def cut(self, rank: int) -> JointBasis:
+        """The same with the first `rank` directions of the latent."""
+        return replace(self, keys=self.keys[..., :rank], values=self.values[..., :rank])
 
 
 def joint_moments(model: Any, ids: Tensor) -> dict[int, Tensor]:

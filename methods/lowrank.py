@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
+import torch
+
 from kvcompress import lowrank, mla
-from kvcompress.latents import GroupLatents, Latents
+from kvcompress.latents import GroupLatents, JointLatent, Latents, spread
 from kvcompress.lowrank import Allocation, Basis, CalibrationText, Side, allocate
 from kvcompress.method import Codec, Method, Plain, Slots, Tensor
+from kvcompress.packing import check_bits, dequantise, pack, quantise, unpack
 
 Form = Literal["palu", "mla"]
 POSITION = 4  # bytes of a token's position in a layer, where all heads hold the same
+SCALES = 4  # bytes of a scale and a zero in float16
+MARKS = ("_scale", "_zero")
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,9 @@ class LowRankCodec(Codec):
 
     name: ClassVar[str] = "lowrank"
     needs_rotation: ClassVar[bool] = True
+    scales: ClassVar[tuple[str, ...]] = tuple(
+        name + mark for name in ("key_latent", "value_latent", "latent") for mark in MARKS
+    )
 
     budget: float = 0.5
     form: Form = "palu"
@@ -33,6 +41,7 @@ class LowRankCodec(Codec):
     rank: int | None = None
     rope_dims: int | None = None
     allocation: Allocation = "energy"
+    bits: int | None = None
     text: str = lowrank.OWN
     tokens: int = 4096
     length: int = 512
@@ -54,6 +63,8 @@ class LowRankCodec(Codec):
             raise ValueError(f"group={self.group} is of form=palu; form=mla holds one latent for all heads")
         if self.form == "palu" and self.rope_dims is not None:
             raise ValueError(f"rope_dims={self.rope_dims} is of form=mla; form=palu rotates whole keys")
+        if self.bits is not None:
+            check_bits(self.bits)
         self.calibration  # noqa: B018  (checks tokens and length)
 
     @property
@@ -77,15 +88,23 @@ class LowRankCodec(Codec):
             ranks = self.ranks(factors.sides, model.dtype.itemsize)
             for layer in factors.layers:
                 keys, values = (factors.sides[layer, name].cut(ranks[layer, name]) for name in ("keys", "values"))
-                layers[layer] = GroupLatents(keys, values, self.group)
+                layers[layer] = GroupLatents(self._spread(keys), self._spread(values), self.group)
         else:
             bases = mla.stored(model, self.calibration, self.rope_dims)
             ranks = self.ranks(mla.spectra(bases), model.dtype.itemsize, bases)
-            layers |= {layer: basis.latent(ranks[layer, mla.SIDE]) for layer, basis in bases.items()}
+            for layer, basis in bases.items():
+                cut = basis.cut(ranks[layer, mla.SIDE])
+                layers[layer] = JointLatent(
+                    cut.rope, self._spread(cut.keys), self._spread(cut.values), float(cut.ratio) ** 2
+                )
         return replace(self, layers=layers)
 
+    def _spread(self, basis: Tensor) -> Tensor:
+        """A basis `[..., rank]` of the same space, turned so that its latents quantise well, where they are quantised."""
+        return basis if self.bits is None else basis @ spread(basis.shape[-1])
+
     def ranks(
-        self, sides: Mapping[Side, Basis], item: int, bases: Mapping[int, mla.JointBasis] | None = None
+        self, sides: Mapping[Side, Basis], item: float, bases: Mapping[int, mla.JointBasis] | None = None
     ) -> dict[Side, int]:
         """Rank per layer and side: what was asked for, or as much as the budget's bytes allow.
 
@@ -97,7 +116,7 @@ class LowRankCodec(Codec):
         Raises:
             ValueError: a rank above full, or a budget too small for the least rank.
         """
-        unit = self.group
+        unit = self.group * (1 if self.bits is None else 8 // self.bits)
         if self.rank is not None:
             most = max(basis.energy.shape[1] for basis in sides.values())
             if self.rank > most or self.rank % unit:
@@ -106,27 +125,55 @@ class LowRankCodec(Codec):
                     f"multiple of {unit}"
                 )
             return {side: min(self.rank, basis.energy.shape[1]) for side, basis in sides.items()}
-        layers = len({layer for layer, _ in sides})
-        beside = 0
+        layers, beside = len({layer for layer, _ in sides}), 0
         if bases is None:
             full = sum(basis.energy.numel() for basis in sides.values())
+            latents = sum(basis.energy.shape[0] * self.group for basis in sides.values())
         else:
             full = sum(b.keys.shape[0] * (b.keys.shape[1] + b.values.shape[1]) for b in bases.values())
-            beside = sum(b.rope.shape[-1] for b in bases.values())
-        numbers = (self.budget * full * item - POSITION * layers) / item - beside
-        return allocate(sides, unit, numbers, self.allocation)
+            beside, latents = sum(b.rope.shape[-1] for b in bases.values()), layers
+        left = self.budget * full * item - POSITION * layers - beside * item
+        if self.bits is not None:
+            left, item = left - SCALES * latents, self.bits / 8
+        return allocate(sides, unit, left / item, self.allocation)
 
     def encode(self, keys: Tensor, values: Tensor, slots: Slots) -> dict[str, Tensor]:
-        return self._of(slots).encode(keys, values, slots)
+        latents = self._of(slots).encode(keys, values, slots)
+        if self.bits is None:
+            return latents
+        channels: dict[str, Tensor] = {}
+        for name, value in latents.items():
+            rotated = self._rotated(slots)
+            if rotated:
+                channels["rope"], value = value[..., :rotated].contiguous(), value[..., rotated:]
+            codes, scale, zero = quantise(value, self.bits, -1)
+            channels |= {name: pack(codes, self.bits), name + MARKS[0]: scale, name + MARKS[1]: zero}
+        return channels
+
+    def _rotated(self, slots: Slots) -> int:
+        """Numbers in front of a latent that are no part of it: they keep their rotation, and are not quantised."""
+        layer = self._of(slots)
+        return layer.rope_dims if isinstance(layer, JointLatent) else 0
+
+    def _latents(self, channels: dict[str, Tensor], slots: Slots) -> dict[str, Tensor]:
+        if self.bits is None:
+            return channels
+        found: dict[str, Tensor] = {}
+        for name in ("key_latent", "value_latent", "latent"):
+            if name in channels:
+                codes = unpack(channels[name], self.bits)
+                value = dequantise(codes, *(channels[name + mark] for mark in MARKS)).to(slots.dtype)
+                found[name] = torch.cat([channels["rope"], value], dim=-1) if "rope" in channels else value
+        return found
 
     def decode(self, channels: dict[str, Tensor], slots: Slots) -> tuple[Tensor, Tensor]:
-        return self._of(slots).decode(channels, slots)
+        return self._of(slots).decode(self._latents(channels, slots), slots)
 
     def query(self, q: Tensor, slots: Slots) -> Tensor:
         return self._of(slots).query(q, slots)
 
     def read(self, channels: dict[str, Tensor], slots: Slots) -> tuple[Tensor, Tensor]:
-        return self._of(slots).read(channels, slots)
+        return self._of(slots).read(self._latents(channels, slots), slots)
 
     def expand(self, output: Tensor, slots: Slots) -> Tensor:
         return self._of(slots).expand(output)
@@ -147,11 +194,14 @@ class LowRank(Method):
     held. What the projections are is measured on the model once, and kept in the user's cache folder.
 
     Attributes:
-        budget: share of a full cache's bytes, in (0, 1]; 1.0 holds keys and values as they are, unless `rank` is set.
+        budget: share of a full cache's bytes, in (0, 1]; 1.0 holds keys and values as they are, unless `rank` or
+            `bits` is set.
         form: "palu" or "mla".
         group: KV heads that share a latent of form=palu; the paper takes 4. With eviction only 1.
         rank: of every latent, instead of what the budget allows.
         rope_dims: numbers of all heads' keys together that keep their rotation in form=mla; None for one head's.
+        bits: 2, 4 or 8 quantise every token's latent, spread by a Hadamard matrix (Palu, section 3.3), with a scale and
+            a zero; None holds it in the model's own precision. The rotated part of form=mla is never quantised.
         allocation: "uniform" ranks, or by "energy" (see `kvcompress.lowrank.allocate`).
         text, tokens, length, seed: what is measured on (see `kvcompress.lowrank.CalibrationText`).
     """
@@ -170,6 +220,7 @@ class LowRank(Method):
     rank: int | None = None
     rope_dims: int | None = None
     allocation: Allocation = "energy"
+    bits: int | None = None
     text: str = lowrank.OWN
     tokens: int = 4096
     length: int = 512
@@ -179,7 +230,7 @@ class LowRank(Method):
         self._codec()
 
     def make_codec(self) -> Codec:
-        return Plain() if self.budget == 1.0 and self.rank is None else self._codec()
+        return Plain() if self.budget == 1.0 and self.rank is None and self.bits is None else self._codec()
 
     def _codec(self) -> LowRankCodec:
         return LowRankCodec(**{item.name: getattr(self, item.name) for item in fields(LowRankCodec) if item.repr})

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kvcompress import compat, compress, lowrank, mla
 from kvcompress.codec import Slots
-from kvcompress.latents import GroupLatents
+from kvcompress.latents import GroupLatents, JointLatent, spread
 from kvcompress.methods import Full, LowRank, SnapKV, StreamingLLM
 from kvcompress.methods.lowrank import LowRankCodec
 
@@ -140,6 +140,58 @@ def test_bytes_held_are_the_share_that_was_asked_for(budget, options):
         assert session.cache.nbytes()["keys_values"] == tokens * 4 * sum(widths.values())
 
 
+@pytest.mark.parametrize(("options", "beside"), [({}, 4 * 4), ({"group": 2}, 4 * 4), ({"form": "mla"}, 4 + 16 * 4)])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantised_latents_are_packed(bits, options, beside):
+    """Per token and layer rank x bits / 8 bytes, a scale and a zero for each latent of a head, and what stays rotated."""
+    model, ids = small_model(), random_ids(2, 50)
+    with compress(model, LowRank(budget=0.4, bits=bits, **options, **TEXT)) as session:
+        session.prefill(ids)
+        sizes = session.cache.nbytes()
+        assert sizes["valid"] / sizes["full"] <= 0.4
+        codes = 0
+        for layer in session.cache.codec.layers.values():
+            joint_latent = isinstance(layer, JointLatent)
+            for factor in [layer.keys] if joint_latent else [layer.keys, layer.values]:
+                codes += factor.value.shape[-1] * (1 if joint_latent else factor.value.shape[0])
+        assert sizes["keys_values"] == 100 * (codes * bits // 8 + 3 * beside)
+        session.generate(3)
+        assert session.cache.nbytes()["keys_values"] == 104 * (codes * bits // 8 + 3 * beside)
+        assert not [t for layer in session.cache.layers for t in layer.store.channels.values() if t.dtype == torch.float32
+                    and t.shape[-1] > 16]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [{"rank": 16}, {"rank": 32, "group": 2}, {"rank": 32, "form": "mla", "rope_dims": 32}])
+def test_eight_bits_of_full_rank_are_near_the_stock_model_and_two_are_not(form):
+    model, ids, more = small_model(), random_ids(2, 40), random_ids(2, 8, 3)
+    mask, exact = torch.ones_like(ids), stock_logits(model, torch.cat([ids, more], 1))[:, 40:]
+    errors = [
+        float((answers(model, LowRank(bits=bits, **form, **TEXT), ids, mask, more)[0] - exact).abs().max())
+        for bits in (8, 4, 2)
+    ]
+    assert errors[0] < 0.1 and 2 * errors[0] < errors[1] < errors[2]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 12, 16, 30, 64])
+def test_the_matrix_that_spreads_is_orthogonal_and_flat(rank):
+    matrix = spread(rank).double()
+    assert (matrix @ matrix.T - torch.eye(rank)).abs().max() <= 1e-6
+    assert matrix.abs().max() <= (2 / rank) ** 0.5 + 1e-6
+
+
+def test_spread_latents_quantise_better():
+    """Principal components differ in size: as they are, the largest set the scale and the others are lost."""
+    from kvcompress.packing import dequantise, quantise
+
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(1, -1, 32)
+    turned = x @ spread(32)
+
+    def error(y):
+        return (dequantise(*quantise(y, 4, -1)) - y).pow(2).mean()
+
+    assert error(turned) < 0.6 * error(x)
+
+
 def test_a_budget_of_one_holds_keys_and_values_as_they_are():
     model = small_model()
     with compress(model, LowRank(budget=1.0)) as session:
@@ -189,10 +241,8 @@ def joint(rank, rope_dims=6, heads=2, dim=8, value_dim=10):
     x = torch.randn(500, heads * (dim + value_dim), dtype=torch.float64) @ torch.randn(36, 36, dtype=torch.float64)
     pairs = torch.stack([torch.arange(4), torch.arange(4) + 4], 1)
     basis = mla.joint_basis(x.T @ x / 500, heads, dim, value_dim, pairs, rope_dims)
-    latents = basis.latent(rank)
-    for factor in (latents.rope, latents.keys, latents.values):
-        factor.value = factor.value.double()
-    return latents
+    cut = basis.cut(rank)
+    return JointLatent(cut.rope.double(), cut.keys.double(), cut.values.double(), float(cut.ratio) ** 2)
 
 
 class Float64Rotation(compat.Rotation):
@@ -293,6 +343,7 @@ def test_heads_that_keep_different_tokens_share_no_latent(codec):
         (lambda: LowRank(rank=0), "rank=0 holds nothing; at least 1"),
         (lambda: LowRank(budget=64), "budget=64 of LowRank is a share.*float in"),
         (lambda: LowRank(budget=1.5), "budget=1.5"),
+        (lambda: LowRank(bits=3), "bits=3; valid: 2, 4, 8"),
         (lambda: LowRank(form="svd"), "form='svd'; valid: palu, mla"),
         (lambda: LowRank(allocation="fisher"), "allocation='fisher'; valid: uniform, energy"),
         (lambda: LowRank(group=0), "group=0; at least 1"),
@@ -313,6 +364,7 @@ def test_settings_that_no_model_has_are_refused_at_once(build, words):
         ({"rank": 17}, "rank=17; this model's full rank is 16 for group=1"),
         ({"rank": 15, "group": 2}, "rank=15.*full rank is 32 for group=2.*a multiple of 2"),
         ({"rank": 65, "form": "mla"}, "rank=65"),
+        ({"rank": 15, "bits": 4}, "rank=15.*a multiple of 2"),
         ({"group": 3}, "group=3 does not divide the model's 2 KV heads; valid: 1, 2"),
         ({"budget": 0.05}, "too small: rank 1 in all layers takes 12"),
         ({"form": "mla", "rope_dims": 34}, "rope_dims=34; an even number from 0 to 32"),
