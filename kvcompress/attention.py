@@ -27,8 +27,9 @@ from kvcompress.kernels.blockwise import (
     visible,
 )
 from kvcompress.kernels.lanes import lane_attention
+from kvcompress.kernels.pieces import piecewise_attention
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.layouts import RaggedStore, Store
+from kvcompress.layouts import Blocks, RaggedStore, Store
 
 Tensor = torch.Tensor
 
@@ -190,6 +191,8 @@ def _decode(
     if not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None
     wants = compressor.wants_probabilities or not features.plain
+    if layer.blocks is not None and features.window is None:
+        return _decode_groups(layer, layer.blocks, q, forward, features, compressor)
     in_lanes = layer.holder().rotations is None and (layer.holder().codec.in_lanes or not layer.sealed)
     if isinstance(store, RaggedStore) and features.window is None and in_lanes:
         return _decode_lanes(store, layer, q, forward, features, compressor)
@@ -210,6 +213,32 @@ def _decode(
         real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :, None]
         compressor.add_mass(layer, real.squeeze(3), forward)
     return output, p
+
+
+def _decode_groups(
+    layer: CompressedLayer, blocks: Blocks, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+) -> tuple[Tensor, Tensor | None]:
+    """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
+    compressor.kernel("groups")
+    output, group = torch.empty_like(q), q.shape[1] // blocks.heads
+    positions, p = layer.positions(), None
+    if compressor.wants_probabilities:
+        p = q.new_zeros(q.shape[0], blocks.heads, group, layer.length, dtype=torch.float32)
+    for rows, heads, unit in blocks.each():
+        of = slice(heads.start * group, heads.stop * group) if heads.start is not None else heads
+        sinks = None if features.sinks is None else features.sinks[of]
+        mine = replace(features, sinks=sinks)
+        output[rows, of], found = piecewise_attention(q[rows, of], unit.pieces("keys"), unit.pieces("values"), mine)
+        if p is not None:
+            held = (positions[rows, heads if positions.shape[1] > 1 else slice(None)] >= 0)[:, :, None]
+            place = p[rows, heads]
+            place.masked_scatter_(held.expand_as(place), found)
+    if p is None:
+        return output, None
+    if compressor.wants_mass:
+        real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :]
+        compressor.add_mass(layer, real, forward)
+    return output, p[:, :, :, None]
 
 
 def _decode_lanes(

@@ -112,14 +112,15 @@ class CompressedCache(Cache):
         """Bytes held now, summed over live storage.
 
         Returns:
-            by kind, `keys_values` and `positions` of non-empty slots, `scores` and `index` of what methods keep
+            by kind, `keys_values` and `positions` of non-empty slots (under a codec `keys_values` is the sum of its
+            `codes`, `scales` and exact `residual`, 0 without one), `scores` and `index` of what methods keep
             beside them, `headroom` (spare and empty slots), `host`; `valid` = keys_values + positions, `allocated` =
             the storage of both, `full` = what a DynamicCache would hold for the same real tokens in these layers;
             `other_layers` and `other_allocated` = keys and values of sliding-window layers and their storage, which
             are the same with and without compression.
         """
-        kinds = "keys_values positions scores index headroom host valid allocated full other_layers other_allocated"
-        total: dict[str, int] = dict.fromkeys(kinds.split(" "), 0)
+        kinds = "keys_values codes scales residual positions scores index headroom host valid allocated full"
+        total: dict[str, int] = dict.fromkeys([*kinds.split(" "), "other_layers", "other_allocated"], 0)
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 held = [getattr(layer, name, None) for name in ("keys", "values")]

@@ -138,6 +138,50 @@ class Codec(ABC):
         return output
 
 
+class GroupedCodec(Codec):
+    """A codec that encodes tokens in groups and holds the most recent ones as they are until a group is full.
+
+    Keys and values are encoded apart, and may be held back differently. Eviction drops whole groups of `group` coded
+    tokens, or exact tokens one by one.
+    """
+
+    in_lanes: ClassVar[bool] = False
+    group: int
+
+    @abstractmethod
+    def due(self, kind: str, held: int) -> int:
+        """How many of the oldest of `held` exact tokens to encode now, of `kind` "keys" or "values".
+
+        A multiple of `group` for keys. Asked when a forward's attention is done.
+        """
+
+    @abstractmethod
+    def encode_keys(self, keys: Tensor) -> dict[str, Tensor]:
+        """`[b, h, n, D]` → channels `[b, h, n or n / group, ...]`, by token or by group."""
+
+    @abstractmethod
+    def decode_keys(self, channels: dict[str, Tensor]) -> Tensor:
+        """Channels of whole groups → `[b, h, n, D]` float32."""
+
+    @abstractmethod
+    def encode_values(self, values: Tensor) -> dict[str, Tensor]:
+        """`[b, h, n, D]` → channels `[b, h, n, ...]`."""
+
+    @abstractmethod
+    def decode_values(self, channels: dict[str, Tensor]) -> Tensor:
+        """Channels → `[b, h, n, D]` float32."""
+
+    def encode(self, keys, values, slots):
+        return {f"key_{n}": x for n, x in self.encode_keys(keys).items()} | {
+            f"value_{n}": x for n, x in self.encode_values(values).items()
+        }
+
+    def decode(self, channels, slots):
+        keys = {n.removeprefix("key_"): x for n, x in channels.items() if n.startswith("key_")}
+        values = {n.removeprefix("value_"): x for n, x in channels.items() if n.startswith("value_")}
+        return self.decode_keys(keys).to(slots.dtype), self.decode_values(values).to(slots.dtype)
+
+
 @dataclass(frozen=True)
 class Plain(Codec):
     """Keys and values as the model made them."""

@@ -53,6 +53,7 @@ __all__ = [
     "check_model",
     "foreign_attention",
     "is_empty_dynamic",
+    "head_sizes",
     "holds_latents",
     "kv_heads",
     "latent_attention",
@@ -86,6 +87,14 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def layer_types(model: PreTrainedModel) -> list[str]:
     """One of "full_attention", "sliding_attention", … per layer."""
     return get_layer_types_and_kwargs(text_config(model))[0]
+
+
+def head_sizes(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Numbers of a cached key and of a cached value, for each layer with full attention."""
+    config = text_config(model)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = (config.kv_lora_rank, config.qk_rope_head_dim) if holds_latents(model) else (width, width)
+    return [sizes for kind in layer_types(model) if kind == "full_attention"]
 
 
 def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixin]) -> list[CacheLayerMixin]:

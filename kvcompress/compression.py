@@ -17,7 +17,7 @@ from kvcompress.layouts import RankedStore
 from kvcompress.method import Method
 from kvcompress.observed import remember_queries
 from kvcompress.passes import PassLayer
-from kvcompress.selection import lowest_slot, top_slots
+from kvcompress.selection import candidates, lowest_slot, top_slots
 from kvcompress.steady import steady
 
 Tensor = torch.Tensor
@@ -160,7 +160,7 @@ class Compressor(Judge):
 
     def seal(self, layer: CompressedLayer) -> None:
         """Have a layer whose selection is final hold what it kept in the codec's form."""
-        if self.parts.codec.name != "plain" and not layer.sealed:
+        if self.parts.codec.name != "plain" and (not layer.sealed or layer.blocks is not None):
             with self.clock.running(layer.held().get("positions").device):
                 layer.seal()
 
@@ -256,7 +256,8 @@ class Compressor(Judge):
                 assert layer.target is not None
                 layer.steady = steady(layer.held(), layer.target, protection, MAX_HOLES)
             return
-        layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
+        must = ~candidates(positions, protection) & (positions >= 0) if layer.blocks is not None else None
+        layer.keep(top_slots(scores, positions, counts, protection), grow=decode, must=must)
         if not decode:
             assert layer.target is not None
             assert cache.real is not None
@@ -298,6 +299,7 @@ class Compressor(Judge):
         counts, protected = torch.minimum(wanted, held), self._protected(layer.held().heads, cache)
         protection = self._protection(counts, cache)
         one_stage = isinstance(layer.store, RankedStore) or self._held_scores(layer)[1] is None
+        one_stage &= layer.blocks is None
         if (
             one_stage
             and torch.equal(protection.sinks, protected.sinks)

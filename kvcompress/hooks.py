@@ -17,7 +17,7 @@ from kvcompress import (
     passes,
 )
 from kvcompress.cache import CompressedCache
-from kvcompress.codec import Codec
+from kvcompress.codec import Codec, GroupedCodec
 from kvcompress.compression import Compressor
 from kvcompress.layer import CompressedLayer, Forward
 from kvcompress.method import Method
@@ -48,10 +48,11 @@ class Hooks:
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
         codec = self.compressor.parts.codec
-        if compat.holds_latents(model) and (codec.needs_rotation or type(codec).query is not Codec.query):
+        changes = codec.needs_rotation or type(codec).query is not Codec.query or isinstance(codec, GroupedCodec)
+        if compat.holds_latents(model) and changes:
             raise ValueError(
-                f"codec={codec.name} changes how keys and queries meet, and {model.config.model_type!r} holds latents "
-                "already: take codec=plain, or one that only codes numbers, such as int8"
+                f"codec={codec.name} has a way of its own to read keys, and {model.config.model_type!r} holds latents: "
+                "take codec=plain, or one that codes token by token, such as int8"
             )
         if self.compressor.needs.extra_passes and self.tokenizer is None:
             raise ValueError(

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvcompress.codec import Codec, Plain, Slots, overwritten
+from kvcompress.codec import Codec, GroupedCodec, Plain, Slots, overwritten
 from kvcompress.compat import CacheLayerMixin, Rotation
-from kvcompress.layouts import DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
+from kvcompress.layouts import Blocks, DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
 from kvcompress.view import Pass, State
 
 Tensor = torch.Tensor
@@ -102,6 +102,7 @@ class CompressedLayer(CacheLayerMixin):
         self.dtype = torch.float32
         self.state: State = {}
         self.sealed = False  # what is held is in the codec's form
+        self.blocks: Blocks | None = None  # keys and values of a grouped codec, in the slots of `store`
         self.codec_state: State = {}  # beside the codes, dim 0 the row
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
         self.steady: Any = None  # `steady.Steady`, while decode drops one token per head and step
@@ -136,7 +137,10 @@ class CompressedLayer(CacheLayerMixin):
         if rotation is not None:
             key_states = rotation.unrotate(key_states, forward.on("rotated", key_states.device)[:, None])
         new = {"keys": key_states, "values": value_states}
-        if self.sealed:
+        if self.blocks is not None:
+            self.blocks.append(key_states, value_states, forward.real)
+            new = {}
+        elif self.sealed:
             new = cache.codec.encode(key_states, value_states, self._new_slots(heads))
         new["positions"] = forward.on("positions", key_states.device)[:, None].expand(key_states.shape[0], 1, -1)
         if self.store is None:
@@ -157,7 +161,7 @@ class CompressedLayer(CacheLayerMixin):
             self.fresh = self._attended(*held)
             return (key_states, value_states) if cache.latents else held
         if (
-            self.sealed and forward.phase == "prompt" and not self.absorbed
+            self.sealed and self.blocks is None and forward.phase == "prompt" and not self.absorbed
         ):  # which attends to its own tokens as they are
             real, ragged = forward.real, not isinstance(self.store, DenseStore)
             keys, values = self.keys_values()
@@ -183,7 +187,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.store, self.seen, self.state, self.target, self.is_initialized = None, 0, {}, None, False
-        self.sealed, self.codec_state = False, {}
+        self.sealed, self.codec_state, self.blocks = False, {}, None
         self.steady = self.shown = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -204,6 +208,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.store.select_rows(index)
+        self.blocks = None if self.blocks is None else self.blocks.select_rows(index.cpu())
         for held in (self.state, self.codec_state):
             held.update({k: v.index_select(0, index.to(v.device)) for k, v in held.items()})
         self.steady = None
@@ -237,6 +242,8 @@ class CompressedLayer(CacheLayerMixin):
         if self.fresh is not None:
             return self.fresh
         cache, store = self.holder(), self.held()
+        if self.blocks is not None:
+            return self.blocks.keys_values(store.get("positions"))
         channels = {name: store.get(name) for name in self.coded()}
         if self.sealed:
             return self._attended(*cache.codec.decode(channels, self.slots()))
@@ -261,11 +268,22 @@ class CompressedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ the codec
 
     def seal(self) -> None:
-        """Hold what is kept in the codec's form from here on. Nothing to do for a plain codec, or twice."""
+        """Hold what is kept in the codec's form from here on; nothing to do for a plain codec.
+
+        Called when a forward's attention and selection are done. Once it is sealed a layer encodes new tokens as they
+        come, and only a grouped codec has some to encode here.
+        """
         codec = self.holder().codec
-        if self.sealed or isinstance(codec, Plain) or self.store is None:
+        if isinstance(codec, Plain) or self.store is None:
+            return
+        if self.blocks is not None:
+            self.blocks.flush()
+        if self.sealed:
             return
         self.fresh, store = None, self.held()
+        if isinstance(codec, GroupedCodec):
+            self._seal_groups(codec, store)
+            return
         window, shown = codec.needs.window, None
         if window and "queries" in self.state:
             shown = self.state["queries"][:, :, -window:], self.state["query_positions"][:, -window:]
@@ -278,6 +296,17 @@ class CompressedLayer(CacheLayerMixin):
                 store.drop_channel(name)
             for name, value in channels.items():
                 store.put(name, value)
+        self._borrowed, self.sealed = None, True
+
+    def _seal_groups(self, codec: GroupedCodec, store: Store) -> None:
+        self.blocks = Blocks.of(codec, store.get("keys"), store.get("values"), store.get("positions"), store.counts)
+        self.blocks.flush()
+        if isinstance(store, DenseStore):
+            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
+            self.store = DenseStore.of(others, store.counts, grow=not self.holder().limited)
+        else:
+            for name in ("keys", "values"):
+                store.drop_channel(name)
         self._borrowed, self.sealed = None, True
 
     def slots(self, queries: tuple[Tensor, Tensor] | None = None) -> Slots:
@@ -348,14 +377,23 @@ class CompressedLayer(CacheLayerMixin):
         ranks = (cache.forward.positions.long() + shift).clamp(min=0).to(q.device)
         return rotation.rotate(q, (ranks - cache.forward.on("rotated", q.device))[:, None])
 
-    def keep(self, mask: Tensor, grow: bool = False) -> None:
-        """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`."""
+    def keep(self, mask: Tensor, grow: bool = False, must: Tensor | None = None) -> None:
+        """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`.
+
+        Of what a grouped codec has encoded whole groups are kept, those with a slot in `must` first.
+        """
         self.fresh, store = None, self.held()
         before = int(store.counts.sum())
         if mask.shape != (*store.counts.shape, store.length):
             raise ValueError(
                 f"keep() needs a mask of shape {(*store.counts.shape, store.length)}, got {tuple(mask.shape)}"
             )
+        if self.blocks is not None:
+            held = (store.get("positions") >= 0).expand_as(mask)
+            mask = self.blocks.whole_groups(
+                mask, torch.zeros_like(mask) if must is None else must.expand_as(mask), held
+            )
+            self.blocks.keep(mask, held)
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
 
@@ -419,6 +457,7 @@ class CompressedLayer(CacheLayerMixin):
             copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
             copy.group = self.group
         copy.state = {k: v.clone() for k, v in self.state.items()}
+        copy.blocks = None if self.blocks is None else self.blocks.fork()
         copy.sealed, copy.codec_state = self.sealed, {k: v.clone() for k, v in self.codec_state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy
@@ -439,6 +478,7 @@ class CompressedLayer(CacheLayerMixin):
         twin.state = {name: value.index_select(0, one.to(value.device)) for name, value in self.state.items()}
         twin.codec_state = {k: value.index_select(0, one.to(value.device)) for k, value in self.codec_state.items()}
         twin.sealed = self.sealed
+        twin.blocks = None if self.blocks is None else self.blocks.select_rows(one)
         twin.evicted = real * store.heads - int(twin.counts.sum())
         return twin
 
@@ -488,7 +528,13 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     """Bytes of one layer by kind, from the storages its tensors live in."""
     store = layer.held()
     counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys(["keys_values", "positions", "scores", "index", "allocated", "full"], 0)
+    found = dict.fromkeys([*"keys_values codes scales residual positions scores index allocated full".split()], 0)
+    if layer.blocks is not None:
+        for _, _, unit in layer.blocks.each():
+            for kind, value, held in unit.tensors():
+                found[kind] += held
+                found["keys_values"] += held
+                found["allocated"] += storage_bytes(value)
     for name, value in store.channels.items():
         allocated = storage_bytes(value)
         if name in BESIDE and name != "positions":
@@ -501,11 +547,14 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
             slots, width = int(counts.sum()), value[0, 0, :1].numel()
         else:  # shared by all heads
             slots, width = int(counts[:, 0].sum()), value[0, 0, :1].numel()
-        kind = "positions" if name == "positions" else "keys_values"
-        found[kind] += slots * width * value.element_size()
+        held = slots * width * value.element_size()
+        found["positions" if name == "positions" else "keys_values"] += held
+        if layer.sealed and name != "positions":
+            found["scales" if name in layer.holder().codec.scales else "codes"] += held
     found["scores"] += sum(storage_bytes(t) for t in layer.state.values())
     beside = sum(storage_bytes(t) for t in layer.codec_state.values())
     found["keys_values"] += beside
+    found["codes"] += beside
     found["allocated"] += beside
     if layer.steady is not None:
         found["index"] += storage_bytes(layer.steady.blocked)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from kvcompress.budget import Budget, NotTogether, cap, check_budget, is_unlimited
-from kvcompress.codec import Slots
+from kvcompress.codec import GroupedCodec, Slots
 from kvcompress.parts import (
     Allocator,
     Chunked,
@@ -42,6 +42,7 @@ __all__ = [
     "Chunked",
     "Codec",
     "GroupReduce",
+    "GroupedCodec",
     "LayerView",
     "Method",
     "Needs",
@@ -96,6 +97,10 @@ ILLEGAL: list[tuple[str, Any]] = [
     (
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
         lambda m, p: m.compact_positions and p.codec.name != "plain",
+    ),
+    (
+        "a codec that encodes tokens in groups cannot drop them one by one in decode: schedule=prompt",
+        lambda m, p: p.scorer is not None and p.schedule.in_decode and isinstance(p.codec, GroupedCodec),
     ),
 ]
 

@@ -57,7 +57,8 @@ class PassLayer(CompressedLayer):
         return self.source.length if self.store is None else self.store.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.store = one_row(self.source.held(), self.row)
+        self.store, blocks = one_row(self.source.held(), self.row), self.source.blocks
+        self.blocks = None if blocks is None else blocks.select_rows(torch.tensor([self.row]))
         return super().update(key_states, value_states, *args, **kwargs)
 
     def observe(self, q: Tensor, features: Features, forward: Forward) -> None:
@@ -72,7 +73,7 @@ class PassLayer(CompressedLayer):
         mine.copy_(torch.where(inside[0], torch.maximum(mine, got[0].clamp(min=LEAST)), mine))
         if not isinstance(store, DenseStore):
             store.put("passes", noted)
-        self.store = self.fresh = None
+        self.store = self.fresh = self.blocks = None
 
 
 def one_row(store: Store, row: int) -> Store:

@@ -44,7 +44,7 @@ class LowRankCodec(Codec):
     bits: int | None = None
     text: str = lowrank.OWN
     tokens: int = 4096
-    length: int = 512
+    length: int = 256
     seed: int = 0
     layers: Mapping[int, Latents] | None = field(default=None, repr=False, compare=False)
 
@@ -223,7 +223,7 @@ class LowRank(Method):
     bits: int | None = None
     text: str = lowrank.OWN
     tokens: int = 4096
-    length: int = 512
+    length: int = 256
     seed: int = 0
 
     def check(self) -> None:

@@ -174,7 +174,7 @@ def test_factors_are_found_again_by_model_and_settings(tmp_path, monkeypatch):
         assert not torch.equal(stored(other, text, group).sides[0, "keys"].energy, first.sides[0, "keys"].energy)
     stored(model, CalibrationText(tokens=64, length=16, seed=5))
     files = sorted(lowrank.folder().iterdir())
-    assert len(files) == 4 and all(path.suffix == ".safetensors" for path in files)
+    assert len(files) == 7 and all(path.suffix == ".safetensors" for path in files)
     for path in files:
         path.write_bytes(b"broken")
     assert torch.equal(stored(model, text).sides[0, "keys"].vectors, first.sides[0, "keys"].vectors)

@@ -13,6 +13,7 @@ from kvcompress import compat, compress
 from kvcompress.method import Codec
 from kvcompress.methods import (
     H2O,
+    KIVI,
     CriticalKV,
     ExpectedAttention,
     Full,
@@ -162,7 +163,8 @@ class _Turning(Codec):
         (StreamingLLM(budget=8, positions="compact"), "holds latents.*compact positions"),
         (ExpectedAttention(budget=8), "holds latents.*before rotation"),
         (CriticalKV(budget=8, window=2), "output projection.*take another method"),
-        (Full(codec=_Turning()), "codec=turning.*holds latents already.*codec=plain"),
+        (Full(codec=_Turning()), "codec=turning.*holds latents.*codec=plain"),
+        (Full(codec=KIVI()), "codec=kivi.*holds latents.*such as int8"),
     ],
 )
 def test_what_does_not_go_with_latents_is_refused_by_name(method, words):

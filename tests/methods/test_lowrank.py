@@ -349,7 +349,7 @@ def test_heads_that_keep_different_tokens_share_no_latent(codec):
         (lambda: LowRank(group=0), "group=0; at least 1"),
         (lambda: LowRank(form="mla", group=2), "group=2 is of form=palu"),
         (lambda: LowRank(rope_dims=8), "rope_dims=8 is of form=mla"),
-        (lambda: LowRank(tokens=100), "tokens=100 in sequences of length=512"),
+        (lambda: LowRank(tokens=100), "tokens=100 in sequences of length=256"),
         (lambda: StreamingLLM(budget=9, positions="compact", codec=LowRank()), "compact"),
     ],
 )
