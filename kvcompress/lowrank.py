@@ -11,11 +11,12 @@ measured (no inverse, so no damping is needed); its order is only worth somethin
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -34,6 +35,7 @@ Allocation = Literal["uniform", "energy"]
 Side = tuple[int, str]  # layer, "keys" or "values"
 
 KIND = "lowrank"
+WHAT = ("vectors", "energy")  # of a basis
 FORMAT = 1  # of the stored factors: a file of another is made again
 OWN = "own"
 PROSE = "prose"
@@ -71,12 +73,9 @@ class CalibrationText:
         """
         count = self.tokens // self.length
         if self.text == OWN:
-            path = folder() / f"text-{fingerprint(model, self, {})}.safetensors"
-            known = read(path)  # bases of another form or group are measured on the same text
-            if known is None:
-                known = {"ids": own_text(model, count, self.length, self.seed).cpu()}
-                write(path, model, known, asdict(self))
-            return known["ids"].to(model.device)
+            # kept, since bases of another form or group are measured on the same text
+            sampled = functools.partial(own_text, model, count, self.length, self.seed)
+            return kept(model, self, {}, lambda: {"ids": sampled()})["ids"].to(model.device)
         tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
         if tokenizer is None:
             raise ValueError(
@@ -241,7 +240,7 @@ def check_group(model: Any, group: int) -> None:
     heads = compat.kv_heads(model)
     if group < 1 or heads % group:
         valid = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(f"group={group} does not divide the model's {heads} KV heads; valid: {', '.join(valid)}")
+        raise ValueError(f"head_group={group} does not divide the model's {heads} KV heads; valid: {', '.join(valid)}")
 
 
 # ---------------------------------------------------------------------- how much of each
@@ -285,17 +284,45 @@ def allocate(sides: Mapping[Side, Basis], unit: int, numbers: float, how: Alloca
 def stored(model: Any, text: CalibrationText, group: int = 1, tokenizer: Any = None) -> Factors:
     """A model's factors from the user's folder (`KVCOMPRESS_CACHE`/calibration/lowrank), measured where it has none."""
     check_group(model, group)
-    path = folder() / f"{fingerprint(model, text, {'group': group})}.safetensors"
-    tensors = read(path)
-    if tensors is None:
-        factors = factorise(model, text, group, tokenizer)
-        write(path, model, _tensors(factors), factors.made)
-        tensors = read(path)
-        assert tensors is not None
-    return _factors(group, tensors, read_made(path))
+    settings = {"group": group}
+
+    def measured() -> dict[str, Tensor]:
+        sides = factorise(model, text, group, tokenizer).sides.items()
+        return {f"{layer}.{name}.{what}": getattr(basis, what) for (layer, name), basis in sides for what in WHAT}
+
+    tensors = kept(model, text, settings, measured)
+    sides = {tuple(name.split(".")[:2]) for name in tensors if name.endswith(WHAT[0])}
+    bases = {(int(i), name): Basis(*(tensors[f"{i}.{name}.{what}"] for what in WHAT)) for i, name in sides}
+    return Factors(group, bases, asdict(text) | settings)
+
+
+def kept(
+    model: Any, text: CalibrationText, settings: Mapping[str, Any], measure: Callable[[], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What was measured on a model and text with some settings, from a file of the user's folder, else now.
+
+    Written at once: whoever reads while another writes sees all of it or nothing.
+    """
+    path = folder() / f"{fingerprint(model, text, settings)}.safetensors"
+    try:
+        with safe_open(path, framework="pt") as file:
+            # copies, so that nothing reads from the file any more
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except (OSError, SafetensorError):  # there is none, or one that cannot be read
+        tensors = {name: value.cpu() for name, value in measure().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    os.close(handle)
+    try:
+        calibration.save(Path(name), model, tensors, asdict(text) | dict(settings))
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return tensors
 
 
 def folder() -> Path:
+    """Where what was measured is kept."""
     return cache_dir() / "calibration" / KIND
 
 
@@ -307,45 +334,3 @@ def fingerprint(model: Any, text: CalibrationText, settings: Mapping[str, Any]) 
     said["rope"] = str(getattr(config, "rope_parameters", None))
     weights = calibration.probe(model).numpy().tobytes()
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode() + weights).hexdigest()[:24]
-
-
-def write(path: Path, model: Any, tensors: dict[str, Tensor], made: dict[str, Any]) -> None:
-    """Write a file at once: whoever reads while another writes sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    os.close(handle)
-    try:
-        calibration.save(Path(name), model, tensors, made)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def read(path: Path) -> dict[str, Tensor] | None:
-    """Tensors of a file, or None where there is none that can be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            # copies, so that nothing reads from the file any more
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a dict)
-    except (OSError, SafetensorError):  # one that cannot be read is made again
-        return None
-
-
-def read_made(path: Path) -> dict[str, Any]:
-    return calibration.load(path)[1]
-
-
-def _tensors(factors: Factors) -> dict[str, Tensor]:
-    found = {}
-    for (layer, name), basis in factors.sides.items():
-        found[f"{layer}.{name}.vectors"], found[f"{layer}.{name}.energy"] = basis.vectors, basis.energy
-    return found
-
-
-def _factors(group: int, tensors: dict[str, Tensor], made: dict[str, Any]) -> Factors:
-    sides = {
-        (int(name.split(".")[0]), name.split(".")[1]): Basis(value, tensors[name.replace("vectors", "energy")])
-        for name, value in tensors.items()
-        if name.endswith("vectors")
-    }
-    return Factors(group, sides, made)

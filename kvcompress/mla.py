@@ -12,22 +12,13 @@ models that are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvcompress import compat
-from kvcompress.lowrank import (
-    Basis,
-    CalibrationText,
-    check_tokens,
-    fingerprint,
-    folder,
-    outputs,
-    read,
-    write,
-)
+from kvcompress.lowrank import Basis, CalibrationText, check_tokens, kept, outputs
 
 Tensor = torch.Tensor
 
@@ -160,15 +151,14 @@ def stored(
     model: Any, text: CalibrationText, rope_dims: int | None = None, tokenizer: Any = None
 ) -> dict[int, JointBasis]:
     """A model's bases from the user's folder, measured where it has none."""
-    path = folder() / f"{fingerprint(model, text, {'form': 'mla', 'rope_dims': rope_dims})}.safetensors"
-    tensors = read(path)
-    if tensors is None:
+    settings = {"form": "mla", "rope_dims": rope_dims}
+
+    def measured() -> dict[str, Tensor]:
         bases = convert(model, text, rope_dims, tokenizer)
-        named = {f"{layer}.{name}": value for layer, basis in bases.items() for name, value in vars(basis).items()}
-        write(path, model, named, asdict(text) | {"form": "mla", "rope_dims": rope_dims})
-        return bases
+        return {f"{layer}.{name}": value for layer, basis in bases.items() for name, value in vars(basis).items()}
+
+    tensors, names = kept(model, text, settings, measured), JointBasis.__dataclass_fields__
     layers = sorted({int(name.split(".")[0]) for name in tensors if name != "probe"})
-    names = JointBasis.__dataclass_fields__
     return {layer: JointBasis(**{name: tensors[f"{layer}.{name}"] for name in names}) for layer in layers}
 
 

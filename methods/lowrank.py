@@ -37,7 +37,7 @@ class LowRankCodec(Codec):
 
     budget: float = 0.5
     form: Form = "palu"
-    group: int = 1
+    head_group: int = 1
     rank: int | None = None
     rope_dims: int | None = None
     allocation: Allocation = "energy"
@@ -57,10 +57,10 @@ class LowRankCodec(Codec):
             raise ValueError(f"allocation={self.allocation!r}; valid: uniform, energy")
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"rank={self.rank} holds nothing; at least 1, or None for what the budget allows")
-        if self.group < 1:
-            raise ValueError(f"group={self.group}; at least 1 KV head")
-        if self.form == "mla" and self.group != 1:
-            raise ValueError(f"group={self.group} is of form=palu; form=mla holds one latent for all heads")
+        if self.head_group < 1:
+            raise ValueError(f"head_group={self.head_group}; at least 1 KV head")
+        if self.form == "mla" and self.head_group != 1:
+            raise ValueError(f"head_group={self.head_group} is of form=palu; form=mla holds one latent for all heads")
         if self.form == "palu" and self.rope_dims is not None:
             raise ValueError(f"rope_dims={self.rope_dims} is of form=mla; form=palu rotates whole keys")
         if self.bits is not None:
@@ -73,7 +73,7 @@ class LowRankCodec(Codec):
 
     @property
     def joint(self) -> bool:
-        return self.form == "mla" or self.group > 1
+        return self.form == "mla" or self.head_group > 1
 
     @property
     def absorbed(self) -> bool:
@@ -84,11 +84,11 @@ class LowRankCodec(Codec):
             return self
         layers: dict[int, Latents] = {}
         if self.form == "palu":
-            factors = lowrank.stored(model, self.calibration, self.group)
+            factors = lowrank.stored(model, self.calibration, self.head_group)
             ranks = self.ranks(factors.sides, model.dtype.itemsize)
             for layer in factors.layers:
                 keys, values = (factors.sides[layer, name].cut(ranks[layer, name]) for name in ("keys", "values"))
-                layers[layer] = GroupLatents(self._spread(keys), self._spread(values), self.group)
+                layers[layer] = GroupLatents(self._spread(keys), self._spread(values), self.head_group)
         else:
             bases = mla.stored(model, self.calibration, self.rope_dims)
             ranks = self.ranks(mla.spectra(bases), model.dtype.itemsize, bases)
@@ -116,19 +116,19 @@ class LowRankCodec(Codec):
         Raises:
             ValueError: a rank above full, or a budget too small for the least rank.
         """
-        unit = self.group * (1 if self.bits is None else 8 // self.bits)
+        unit = self.head_group * (1 if self.bits is None else 8 // self.bits)
         if self.rank is not None:
             most = max(basis.energy.shape[1] for basis in sides.values())
             if self.rank > most or self.rank % unit:
                 raise ValueError(
-                    f"rank={self.rank}; this model's full rank is {most} for group={self.group}: at most that, and a "
+                    f"rank={self.rank}; this model's full rank is {most} for head_group={self.head_group}: at most that, and a "
                     f"multiple of {unit}"
                 )
             return {side: min(self.rank, basis.energy.shape[1]) for side, basis in sides.items()}
         layers, beside = len({layer for layer, _ in sides}), 0
         if bases is None:
             full = sum(basis.energy.numel() for basis in sides.values())
-            latents = sum(basis.energy.shape[0] * self.group for basis in sides.values())
+            latents = sum(basis.energy.shape[0] * self.head_group for basis in sides.values())
         else:
             full = sum(b.keys.shape[0] * (b.keys.shape[1] + b.values.shape[1]) for b in bases.values())
             beside, latents = sum(b.rope.shape[-1] for b in bases.values()), layers
@@ -197,7 +197,7 @@ class LowRank(Method):
         budget: share of a full cache's bytes, in (0, 1]; 1.0 holds keys and values as they are, unless `rank` or
             `bits` is set.
         form: "palu" or "mla".
-        group: KV heads that share a latent of form=palu; the paper takes 4. With eviction only 1.
+        head_group: KV heads that share a latent of form=palu; the paper takes 4. With eviction only 1.
         rank: of every latent, instead of what the budget allows.
         rope_dims: numbers of all heads' keys together that keep their rotation in form=mla; None for one head's.
         bits: 2, 4 or 8 quantise every token's latent, spread by a Hadamard matrix (Palu, section 3.3), with a scale and
@@ -216,7 +216,7 @@ class LowRank(Method):
 
     budget: float = 0.5
     form: Form = "palu"
-    group: int = 1
+    head_group: int = 1
     rank: int | None = None
     rope_dims: int | None = None
     allocation: Allocation = "energy"

@@ -127,8 +127,8 @@ def test_too_few_numbers_for_one_direction_each_are_refused():
     ("call", "words"),
     [
         (lambda m: factorise(m, random_ids(1, 15)), "15 tokens is too short.*16 directions.*raise tokens"),
-        (lambda m: factorise(m, random_ids(1, 40), group=3), "group=3 does not divide the model's 2 KV heads; valid: 1, 2"),
-        (lambda m: factorise(m, random_ids(1, 40), group=0), "group=0"),
+        (lambda m: factorise(m, random_ids(1, 40), group=3), "head_group=3 does not divide the model's 2 KV heads; valid: 1, 2"),
+        (lambda m: factorise(m, random_ids(1, 40), group=0), "head_group=0"),
         (lambda m: CalibrationText(tokens=100, length=512), "tokens=100 in sequences of length=512"),
         (lambda m: factorise(m, CalibrationText("nowhere.txt", 64, 32)), "nowhere.txt.*own, prose, or the path"),
         (lambda m: factorise(small_model("gpt_oss", rope_parameters={
@@ -160,10 +160,10 @@ def test_texts_are_the_same_every_time():
 
 def test_factors_are_found_again_by_model_and_settings(tmp_path, monkeypatch):
     """The second time nothing is measured; another model, seed, group or a broken file has factors of its own."""
-    monkeypatch.setenv("KVCOMPRESS_CACHE", str(tmp_path))
+    monkeypatch.setattr(lowrank, "folder", lambda: tmp_path)
     model, text = small_model("llama"), CalibrationText(tokens=64, length=16)
     first = stored(model, text)
-    assert first.made == {"tokens": 64, "sequences": 4, "group": 1, "text": "own", "length": 16, "seed": 0}
+    assert first.made == {"tokens": 64, "group": 1, "text": "own", "length": 16, "seed": 0}
     with monkeypatch.context() as patch:
         patch.setattr(lowrank, "factorise", lambda *a: pytest.fail("measured again"))
         again = stored(small_model("llama"), text)

@@ -164,7 +164,7 @@ class _Turning(Codec):
         (ExpectedAttention(budget=8), "holds latents.*before rotation"),
         (CriticalKV(budget=8, window=2), "output projection.*take another method"),
         (Full(codec=_Turning()), "codec=turning.*holds latents.*codec=plain"),
-        (Full(codec=KIVI()), "codec=kivi.*holds latents.*such as int8"),
+        (Full(codec=KIVI(group=8, residual=8)), "codec=kivi.*holds latents.*such as int8"),
     ],
 )
 def test_what_does_not_go_with_latents_is_refused_by_name(method, words):

@@ -21,17 +21,9 @@ TEXT = {"tokens": 512, "length": 64}
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "phi3", "gemma2", "smollm3"]
 FULL_RANK = [
     {"rank": 16},
-    {"rank": 32, "group": 2},
+    {"rank": 32, "head_group": 2},
     {"form": "mla", "rope_dims": 32, "rank": 32},
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_folder(tmp_path_factory):
-    """Bases that are measured here are not kept."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVCOMPRESS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def answers(model, method, ids, mask, more, steps=5):
@@ -107,7 +99,7 @@ def test_attention_sees_what_a_loop_over_projected_keys_sees(group, allocation):
     """A second turn and decode equal the stock model over a cache of projected keys and values."""
     model, twin = small_model(), small_model()
     ids, more = random_ids(1, 30), random_ids(1, 7, 1)
-    method = LowRank(budget=0.4, group=group, allocation=allocation, **TEXT)
+    method = LowRank(budget=0.4, head_group=group, allocation=allocation, **TEXT)
     got, cache = answers(model, method, ids, torch.ones_like(ids), more)
     projected = ProjectedCache(twin, cache.codec.layers, group)
     with torch.no_grad():
@@ -119,7 +111,7 @@ def test_attention_sees_what_a_loop_over_projected_keys_sees(group, allocation):
     assert (got - exact).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("options", [{}, {"group": 2}, {"allocation": "uniform"}, {"form": "mla", "rope_dims": 8}])
+@pytest.mark.parametrize("options", [{}, {"head_group": 2}, {"allocation": "uniform"}, {"form": "mla", "rope_dims": 8}])
 @pytest.mark.parametrize("budget", [0.3, 0.5, 0.75])
 def test_bytes_held_are_the_share_that_was_asked_for(budget, options):
     """Latents and positions, within 3% of the share and not above it, after the prompt and in decode."""
@@ -140,7 +132,9 @@ def test_bytes_held_are_the_share_that_was_asked_for(budget, options):
         assert session.cache.nbytes()["keys_values"] == tokens * 4 * sum(widths.values())
 
 
-@pytest.mark.parametrize(("options", "beside"), [({}, 4 * 4), ({"group": 2}, 4 * 4), ({"form": "mla"}, 4 + 16 * 4)])
+@pytest.mark.parametrize(
+    ("options", "beside"), [({}, 4 * 4), ({"head_group": 2}, 4 * 4), ({"form": "mla"}, 4 + 16 * 4)]
+)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantised_latents_are_packed(bits, options, beside):
     """Per token and layer rank x bits / 8 bytes, a scale and a zero for each latent of a head, and what stays rotated."""
@@ -161,7 +155,9 @@ def test_quantised_latents_are_packed(bits, options, beside):
                     and t.shape[-1] > 16]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", [{"rank": 16}, {"rank": 32, "group": 2}, {"rank": 32, "form": "mla", "rope_dims": 32}])
+@pytest.mark.parametrize(
+    "form", [{"rank": 16}, {"rank": 32, "head_group": 2}, {"rank": 32, "form": "mla", "rope_dims": 32}]
+)
 def test_eight_bits_of_full_rank_are_near_the_stock_model_and_two_are_not(form):
     model, ids, more = small_model(), random_ids(2, 40), random_ids(2, 8, 3)
     mask, exact = torch.ones_like(ids), stock_logits(model, torch.cat([ids, more], 1))[:, 40:]
@@ -211,7 +207,7 @@ def test_more_budget_is_nearer_to_the_full_cache():
     assert errors[0] > errors[1] > errors[2]
 
 
-@pytest.mark.parametrize("options", [{"budget": 0.5}, {"budget": 0.5, "group": 2}, {"form": "mla", "budget": 0.7}])
+@pytest.mark.parametrize("options", [{"budget": 0.5}, {"budget": 0.5, "head_group": 2}, {"form": "mla", "budget": 0.7}])
 def test_a_latent_is_free_of_positions(options):
     """Other position ids give the same latents and turn what is read; only MLA's rotated part is held turned."""
     model, ids, next_id = small_model(), random_ids(1, 20), random_ids(1, 1, 4)
@@ -331,9 +327,9 @@ def test_eviction_and_low_rank_go_together():
     assert (rest - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("codec", [LowRank(group=2), LowRank(form="mla"), LowRankCodec(group=2)])
+@pytest.mark.parametrize("codec", [LowRank(head_group=2), LowRank(form="mla"), LowRankCodec(head_group=2)])
 def test_heads_that_keep_different_tokens_share_no_latent(codec):
-    with pytest.raises(ValueError, match="several heads in one latent: group=1"):
+    with pytest.raises(ValueError, match="several heads in one latent: head_group=1"):
         SnapKV(budget=0.5, codec=codec)
 
 
@@ -346,8 +342,8 @@ def test_heads_that_keep_different_tokens_share_no_latent(codec):
         (lambda: LowRank(bits=3), "bits=3; valid: 2, 4, 8"),
         (lambda: LowRank(form="svd"), "form='svd'; valid: palu, mla"),
         (lambda: LowRank(allocation="fisher"), "allocation='fisher'; valid: uniform, energy"),
-        (lambda: LowRank(group=0), "group=0; at least 1"),
-        (lambda: LowRank(form="mla", group=2), "group=2 is of form=palu"),
+        (lambda: LowRank(head_group=0), "head_group=0; at least 1"),
+        (lambda: LowRank(form="mla", head_group=2), "head_group=2 is of form=palu"),
         (lambda: LowRank(rope_dims=8), "rope_dims=8 is of form=mla"),
         (lambda: LowRank(tokens=100), "tokens=100 in sequences of length=256"),
         (lambda: StreamingLLM(budget=9, positions="compact", codec=LowRank()), "compact"),
@@ -361,11 +357,11 @@ def test_settings_that_no_model_has_are_refused_at_once(build, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": 17}, "rank=17; this model's full rank is 16 for group=1"),
-        ({"rank": 15, "group": 2}, "rank=15.*full rank is 32 for group=2.*a multiple of 2"),
+        ({"rank": 17}, "rank=17; this model's full rank is 16 for head_group=1"),
+        ({"rank": 15, "head_group": 2}, "rank=15.*full rank is 32 for head_group=2.*a multiple of 2"),
         ({"rank": 65, "form": "mla"}, "rank=65"),
         ({"rank": 15, "bits": 4}, "rank=15.*a multiple of 2"),
-        ({"group": 3}, "group=3 does not divide the model's 2 KV heads; valid: 1, 2"),
+        ({"head_group": 3}, "head_group=3 does not divide the model's 2 KV heads; valid: 1, 2"),
         ({"budget": 0.05}, "too small: rank 1 in all layers takes 12"),
         ({"form": "mla", "rope_dims": 34}, "rope_dims=34; an even number from 0 to 32"),
         ({"form": "mla", "rope_dims": 7}, "rope_dims=7"),
