@@ -6,22 +6,24 @@ codes 0 .. 2^bits - 1, a scale and a zero (the group's minimum), both float16: x
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 Tensor = torch.Tensor
 
-BITS = (2, 4, 8)
+BITS = (1, 2, 4, 8)
 LARGEST = 65504.0  # float16
 
 
-def check_bits(bits: int, name: str = "bits") -> None:
-    """Refuse a width that does not fill bytes evenly.
+def check_bits(bits: int, valid: Sequence[int] = BITS) -> None:
+    """Refuse a width that is not among the valid ones.
 
     Raises:
         ValueError: names the value and the valid ones.
     """
-    if bits not in BITS:
-        raise ValueError(f"{name}={bits}; valid: {', '.join(map(str, BITS))} (1, 3, 5 … do not fill bytes evenly)")
+    if bits not in valid:
+        raise ValueError(f"bits={bits}; valid: {', '.join(map(str, valid))}")
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -32,7 +34,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         raise ValueError(f"{codes.shape[-1]} codes of {bits} bits do not fill bytes: give a multiple of {per}")
     codes = codes.to(torch.uint8)
     if per == 1:
-        return codes.contiguous()
+        return codes.clone()
     parts = codes.unflatten(-1, (-1, per))
     packed = parts[..., 0].clone()
     for i in range(1, per):

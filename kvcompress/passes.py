@@ -48,7 +48,7 @@ class PassLayer(CompressedLayer):
     def __init__(self, cache: CompressedCache, source: CompressedLayer, row: int, of: Pass):
         super().__init__(cache, source.index)
         self.source, self.row, self.of, self.seen = source, row, of, source.seen
-        self.sealed = source.sealed
+        self.sealed, self.device, self.dtype = source.sealed, source.device, source.dtype
         chosen = {name: value[row : row + 1] for name, value in source.codec_state.items()}
         self.codec_state = chosen
 

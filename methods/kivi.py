@@ -33,7 +33,7 @@ class KIVICodec(GroupedCodec):
     residual: int = 128
 
     def __post_init__(self) -> None:
-        check_bits(self.bits)
+        check_bits(self.bits, (2, 4, 8))
         if self.group < 1 or self.residual < 1 or self.residual % self.group:
             raise ValueError(
                 f"residual={self.residual} is no multiple of group={self.group}: keys are encoded in blocks of "

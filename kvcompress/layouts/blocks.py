@@ -92,7 +92,7 @@ class Unit:
                 per = self.counts[kind] // buffer.length  # tokens to an entry: scales of keys stand for a group
                 channels[name] = buffer.held[:, :, start // per : -(-stop // per)]
             yield decode(channels).to(self.left[kind].dtype)
-        if self.left[kind].shape[2]:
+        if self.left[kind].shape[2] or not self.counts[kind]:
             yield self.left[kind]
 
     def whole(self, kind: str) -> Tensor:
@@ -149,7 +149,7 @@ class Blocks:
         for b in range(batch):
             if even:
                 n = int(counts[b, 0])
-                mine = [x[b][held[b]].view(1, heads, n, -1) for x in (keys, values)]
+                mine = [x[b][held[b]].view(1, heads, n, x.shape[3]) for x in (keys, values)]
                 units.append([Unit(codec, *mine)])
             else:
                 parts = [[x[b, h][held[b, h]][None, None] for x in (keys, values)] for h in range(heads)]
