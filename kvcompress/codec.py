@@ -29,6 +29,7 @@ class Slots:
         state: per-layer tensors of the codec, dim 0 the batch row: kept, forked, reordered and counted with the codes.
             What a codec puts there when it first encodes it finds again whenever it encodes or reads.
         heads: KV heads.
+        taken: bool `[B, H_kv or 1, n]`, slots that hold a token; the others' keys and values mean nothing.
         dtype: of the model's keys and values.
         queries: queries `[B, H, w, D]` of the prompt's last tokens and their positions `[B, w]` (-1: the row has fewer),
             where the codec's `needs` ask for a window and a prompt has just ended; else None.
@@ -44,6 +45,7 @@ class Slots:
     queries: tuple[Tensor, Tensor] | None = None
     owners: Tensor | None = None
     rotation: Turns | None = None
+    taken: Tensor | None = None
 
     def rotate(self, keys: Tensor) -> Tensor:
         """Keys `[B, H_kv or 1, n, D]` as attention sees them, from keys before rotation."""

@@ -335,7 +335,8 @@ class CompressedLayer(CacheLayerMixin):
                 rotated = rotated + shift[owners // self.held().heads][None, :, None]
         rotation = None if cache.turns is None else cache.turns[self.index]
         heads = self.held().heads if heads is None else heads
-        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation)
+        taken = positions >= 0
+        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation, taken)
 
     def read(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A single query `[B, H, 1, D]`, and the keys and values that it attends to, in the codec's own terms."""
