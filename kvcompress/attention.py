@@ -16,7 +16,7 @@ import torch
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
-from kvcompress.kernels import triton_decode
+from kvcompress.kernels import triton_decode, triton_groups
 from kvcompress.kernels.blockwise import (
     ALL,
     Features,
@@ -219,13 +219,17 @@ def _decode_groups(
     layer: CompressedLayer, blocks: Blocks, q: Tensor, forward: Forward, features: Features, compressor: Compressor
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
-    compressor.kernel("groups")
+    packed = blocks.packed and not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q)
+    compressor.kernel("triton" if packed else "groups")
     output, group = torch.empty_like(q), q.shape[1] // blocks.heads
     positions, p = layer.positions(), None
     if compressor.wants_probabilities:
         p = q.new_zeros(q.shape[0], blocks.heads, group, layer.length, dtype=torch.float32)
     for rows, heads, unit in blocks.each():
         of = slice(heads.start * group, heads.stop * group) if heads.start is not None else heads
+        if packed:
+            output[rows, of] = triton_groups.decode(q[rows, of], unit, features)
+            continue
         sinks = None if features.sinks is None else features.sinks[of]
         mine = replace(features, sinks=sinks)
         output[rows, of], found = piecewise_attention(q[rows, of], unit.pieces("keys"), unit.pieces("values"), mine)

@@ -145,9 +145,14 @@ class GroupedCodec(Codec):
 
     Keys and values are encoded apart, and may be held back differently. Eviction drops whole groups of `group` coded
     tokens, or exact tokens one by one.
+
+    Attributes:
+        packed: channels are `codes` of `bits` as `packing.pack` makes them, `scale` and `zero`: of keys along groups of
+            `group` tokens, of values along groups of `group` channels. On a GPU they are read as they are.
     """
 
     in_lanes: ClassVar[bool] = False
+    packed: ClassVar[bool] = False
     group: int
 
     @abstractmethod

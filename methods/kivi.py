@@ -27,6 +27,7 @@ class KIVICodec(GroupedCodec):
 
     name: ClassVar[str] = "kivi"
     scales: ClassVar[tuple[str, ...]] = ("scale", "zero")
+    packed: ClassVar[bool] = True
 
     bits: int = 2
     group: int = 32

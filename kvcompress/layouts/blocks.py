@@ -95,6 +95,19 @@ class Unit:
         if self.left[kind].shape[2] or not self.counts[kind]:
             yield self.left[kind]
 
+    def tail(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens whose values are exact, `[b, h, m, D]`: keys partly decoded."""
+        start, coded, group = self.counts["values"], self.counts["keys"], self.codec.group
+        if start >= coded:
+            return self.left["keys"][:, :, start - coded :], self.left["values"]
+        first = start // group
+        channels = {}
+        for name, buffer in self.coded["keys"].items():
+            per = coded // buffer.length
+            channels[name] = buffer.held[:, :, first * group // per :]
+        near = self.codec.decode_keys(channels)[:, :, start - first * group :].to(self.left["keys"].dtype)
+        return torch.cat([near, self.left["keys"]], dim=2), self.left["values"]
+
     def whole(self, kind: str) -> Tensor:
         return torch.cat(list(self.pieces(kind)), dim=2)
 
@@ -155,6 +168,11 @@ class Blocks:
                 parts = [[x[b, h][held[b, h]][None, None] for x in (keys, values)] for h in range(heads)]
                 units.append([Unit(codec, *part) for part in parts])
         return cls(units, batch, heads)
+
+    @property
+    def packed(self) -> bool:
+        """True if a kernel can read the codes as they lie."""
+        return self.units[0][0].codec.packed
 
     def each(self) -> Iterator[tuple[slice, slice, Unit]]:
         """(rows, heads, unit)."""
