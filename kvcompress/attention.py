@@ -73,19 +73,23 @@ def kv_attention(
     if rotation is not None:
         query = layer.compact_queries(query, rotation)
     compressor: Compressor = cache.owner
+    whole, fusion = cache.forward, cache.forward.fusion
+    if fusion is not None:
+        query, cache.forward = fusion.asked(query), fusion.narrowed(whole)
     latent = compat.latent_attention(module) if cache.latents else None
     if latent is None:
         output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
     else:
         expanded, query = (query, key, value), latent.absorb(query)
         if unmasked(layer, query.shape[2], cache.forward, features, compressor):
-            output, probabilities = whole(module, *expanded, features, compressor), None
+            output, probabilities = attend_first(module, *expanded, features, compressor), None
         else:
             output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
             output = latent.expand(output)
     compressor.after_attention(layer, query, probabilities, features)
-    layer.fresh = None
-    return output.transpose(1, 2).contiguous(), None
+    cache.forward, layer.fresh = whole, None
+    output = output.transpose(1, 2).contiguous()
+    return output if fusion is None else fusion.widened(output), None
 
 
 def unmasked(layer: CompressedLayer, n: int, forward: Forward, features: Features, compressor: Compressor) -> bool:
@@ -96,7 +100,7 @@ def unmasked(layer: CompressedLayer, n: int, forward: Forward, features: Feature
     return first and forward.real is None and features.window is None and not math
 
 
-def whole(
+def attend_first(
     module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, features: Features, compressor: Compressor
 ) -> Tensor:
     """Output `[B, H, n, D_v]` of a sequence's first tokens."""
@@ -145,7 +149,7 @@ def attend(
     if n == 1 and not first:
         return _decode(layer, q, forward, features, compressor)
     if unmasked(layer, n, forward, features, compressor):
-        return whole(module, q, *layer.keys_values(), features, compressor), None
+        return attend_first(module, q, *layer.keys_values(), features, compressor), None
     q, keys, values = layer.read(q) if layer.absorbed else (q, *layer.keys_values())
     positions, queries = layer.positions(), forward.on("positions", q.device)
     output = q.new_empty(*q.shape[:3], values.shape[-1])
@@ -159,8 +163,8 @@ def attend(
         part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
         seen_at = positions[batch, kv if positions.shape[1] > 1 else ALL[1]]
         asked_at = queries[batch] if queries.shape[0] > 1 else queries
-        for rows in blocks(n, q[batch, heads], keys):
-            last = store.length - n + rows.stop if ordered else store.length
+        for rows in blocks(n, q[batch, heads], keys, logits=math):
+            last = seen_at_most(store, forward, rows.stop, n) if ordered else store.length
             start = seen_by_all(store, forward, features, rows, n) if math else 0
             allowed = visible(seen_at[..., start:last], asked_at[:, rows], features.window)
             block, k, v = q[batch, heads, rows], keys[batch, kv, :last], values[batch, kv, :last]
@@ -180,7 +184,15 @@ def seen_by_all(store: Store, forward: Forward, features: Features, rows: slice,
     """How many of the first columns every query of a block sees, so that they need no mask."""
     if store.kind != "dense" or not store.full or forward.real is not None or features.window is not None:
         return 0
-    return store.length - n + rows.start
+    return seen_at_most(store, forward, rows.start + 1, n) - 1
+
+
+def seen_at_most(store: Store, forward: Forward, number: int, n: int) -> int:
+    """How many of a dense store's first columns the first `number` of n queries see: none sees a later one.
+
+    New columns lie last, one per query; in a fused prompt every column is new, and queries are there for some.
+    """
+    return store.length - n + number if forward.fusion is None else int(forward.positions[0, number - 1]) + 1
 
 
 def _decode(

@@ -52,6 +52,7 @@ class CompressedCache(Cache):
         self.pending: Tensor | None = None  # [B, 1] picked by generate(), not fed yet
         self.moments: list[dict[str, Any]] = []
         self.kept_max = 0
+        self.reuse: dict[str, Any] | None = None  # what a prefill that reuses chunks did, as in the session's report
         self.by_row: dict[str, Tensor] = {}  # of a batch: `clamped` bool [B], `kept_max` [B]
         self.owner: Any = None
         self.model: Any = None  # weak reference to the model that fills it
@@ -65,7 +66,7 @@ class CompressedCache(Cache):
 
     @property
     def full_layers(self) -> list[CompressedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and not layer.temporary]
 
     def rotation(self, layer: int) -> Rotation | None:
         return None if self.rotations is None else self.rotations[layer]
@@ -144,8 +145,8 @@ class CompressedCache(Cache):
         twin.closed, twin.by_row = _clone(self.closed), {name: value.clone() for name, value in self.by_row.items()}
         twin.moments, twin.kept_max = [dict(m) for m in self.moments], self.kept_max
         twin.logits, twin.pending, twin.broken = _clone(self.logits), _clone(self.pending), self.broken
-        twin.model, twin.turns, twin.shift = self.model, self.turns, _clone(self.shift)
-        twin.latents = self.latents
+        twin.model, twin.reuse = self.model, copy.copy(self.reuse)
+        twin.latents, twin.turns, twin.shift = self.latents, self.turns, _clone(self.shift)
         return twin
 
     snapshot = fork
@@ -196,6 +197,7 @@ class CompressedCache(Cache):
             layer.alone(twin, number, real) if isinstance(layer, CompressedLayer) else _one_row(layer, number, real)
             for layer in self.layers
         ]
+        twin.reuse = copy.copy(self.reuse)
         twin.clamped = bool(self.by_row["clamped"][number]) if "clamped" in self.by_row else self.clamped
         twin.kept_max = int(self.by_row["kept_max"][number]) if "kept_max" in self.by_row else self.kept_max
         return twin
@@ -219,7 +221,7 @@ class CompressedCache(Cache):
         super().reset()
         self.real = self.cap = self.columns = self.closed = self.shift = None
         self.clamped, self.moments, self.kept_max, self.by_row = False, [], 0, {}
-        self.logits = self.pending = None
+        self.logits = self.pending = self.reuse = None
 
     def _rows(self, index: Tensor) -> None:
         index = index.cpu()

@@ -122,6 +122,8 @@ class Compressor(Judge):
         self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
     ) -> None:
         """Called once per layer and forward, when the output that used the un-evicted keys is computed."""
+        if layer.temporary:
+            return
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule

@@ -19,7 +19,7 @@ from kvcompress import (
 from kvcompress.cache import CompressedCache
 from kvcompress.codec import Codec, GroupedCodec
 from kvcompress.compression import Compressor
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer, Forward, Fusing
 from kvcompress.method import Method
 
 Tensor = torch.Tensor
@@ -65,6 +65,8 @@ class Hooks:
         self.cache: CompressedCache | None = None
         self._phase: str | None = None
         self._real: Tensor | None = None
+        self._fusion: Fusing | None = None  # of the forward to come
+        self.reuse_rotations: list[compat.Rotation] = []  # per layer, where the prefill reuses chunks
         self._outer: torch.nn.Module | None = None  # whose forward is running
         self._inner_due = False  # its base model is still to be called
         self._undo: list[Any] = []
@@ -82,6 +84,9 @@ class Hooks:
         )
         if self.compressor.needs.prerope:
             self.compressor.rotations = self._rotations or compat.rotations(self.model)
+        if self.compressor.parts.prefill.needs_segments:
+            compat.check_reusable(self.model)
+            self.reuse_rotations = self.compressor.rotations or compat.rotations(self.model)
         if self.compressor.parts.codec.needs_rotation and self._turns is None:
             self._turns = compat.rotations(self.model)
         for note in self.notes:
@@ -265,11 +270,19 @@ class Hooks:
         self._note_columns(cache, real, batch, length)
         cache.real = before + added
         phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
+        prefill = self.compressor.parts.prefill
+        if phase == "prompt" and self._phase is None and prefill.needs_segments:
+            raise ValueError(
+                f"prefill={prefill.name} reuses the segments of a prompt, and a plain model() or generate() call has none: "
+                "run the prompt with session.prefill([prefix, chunk, …, question]), then session.generate(); or use "
+                "prefill=oneshot"
+            )
         if phase == "prompt":
             cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
         fires = self._read_tokens(cache, tokens, real, phase)
-        return Forward(phase, length, real, positions.int(), added, columns, fires=fires)
+        fusion = self._fusion if phase == "prompt" else None  # a scorer's extra passes are whole
+        return Forward(phase, length, real, positions.int(), added, columns, fires=fires, fusion=fusion)
 
     def _read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
         """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.

@@ -19,6 +19,26 @@ Tensor = torch.Tensor
 BESIDE = ("positions", "mass", "score", "passes")  # channels that are not the codec's
 
 
+class Fusing(Protocol):
+    """What a layer asks of a forward that computes some of its tokens and reuses the others (`kvcompress.blend`)."""
+
+    def fuse(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[1, H_kv, T, D]` of the whole prompt, from those of the tokens that were computed."""
+        ...
+
+    def asked(self, q: Tensor) -> Tensor:
+        """Those of the computed queries `[1, H, m, D]` that attend in this layer."""
+        ...
+
+    def narrowed(self, forward: Forward) -> Forward:
+        """The forward as these queries see it: their positions."""
+        ...
+
+    def widened(self, output: Tensor) -> Tensor:
+        """Their output `[1, n, ...]` among zeros for the others, `[1, m, ...]`."""
+        ...
+
+
 @dataclass
 class Forward:
     """One forward through the model, as the cache's layers see it.
@@ -32,6 +52,7 @@ class Forward:
         rotated: `[B or 1, length]`, the position ids by which the model rotates.
         passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
         fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
+        fusion: what a prefill that reuses chunks puts in place of a layer's new keys and values; None where all is new.
     """
 
     phase: str
@@ -43,6 +64,7 @@ class Forward:
     passes: list[tuple[int, Pass]] = field(default_factory=list)
     deferred: dict[int, Any] = field(default_factory=dict)
     fires: Tensor | None = None
+    fusion: Fusing | None = None
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def on(self, name: str, device: torch.device) -> Tensor:
@@ -89,6 +111,7 @@ class CompressedLayer(CacheLayerMixin):
     """Keys, values and positions of one full-attention layer, and the state a method keeps beside them."""
 
     is_sliding = False
+    temporary = False  # True where it stands in for a sliding layer while a prompt is made: then nothing is evicted
     is_croppable = False
     is_compileable = False
     supports_early_init = False
@@ -133,6 +156,8 @@ class CompressedLayer(CacheLayerMixin):
             )
         kwargs["kv_layer"] = self
         forward, heads = cache.forward, key_states.shape[1]
+        if forward.fusion is not None:
+            key_states, value_states = forward.fusion.fuse(self.index, key_states, value_states)
         rotation = cache.rotation(self.index)
         if rotation is not None:
             key_states = rotation.unrotate(key_states, forward.on("rotated", key_states.device)[:, None])

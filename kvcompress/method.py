@@ -63,6 +63,13 @@ __all__ = [
     "reduce_group",
 ]
 
+
+def _observes_all(scorer: Scorer, allocator: Allocator) -> bool:
+    """True if more than the last queries of a prompt are looked at."""
+    needs = scorer.needs | allocator.needs
+    return needs.mass or needs.hidden or needs.prerope or scorer.observes
+
+
 # One row per rule: (what is refused, test on (method, parts)). Any combination no row refuses is legal.
 ILLEGAL: list[tuple[str, Any]] = [
     (
@@ -73,6 +80,11 @@ ILLEGAL: list[tuple[str, Any]] = [
             and p.scorer is not None
             and (p.scorer.needs.mass or p.scorer.needs.window == 1)
         ),
+    ),
+    (
+        "a prefill that takes keys and values from a store makes no query of their tokens, which this scorer observes: use "
+        "prefill=oneshot, or a method that scores by keys or by the last queries",
+        lambda m, p: not p.prefill.all_queries and p.scorer is not None and _observes_all(p.scorer, p.allocator),
     ),
     (
         "an allocator needs a scorer to rank what it hands out",
@@ -97,6 +109,11 @@ ILLEGAL: list[tuple[str, Any]] = [
     (
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
         lambda m, p: m.compact_positions and p.codec.name != "plain",
+    ),
+    (
+        "compact positions renumber what is kept, and a prefill that reuses chunks puts them at the prompt's positions: "
+        "use positions=original or prefill=oneshot",
+        lambda m, p: p.prefill.needs_segments and m.compact_positions,
     ),
     (
         "a codec that encodes tokens in groups cannot drop them one by one in decode: schedule=prompt",

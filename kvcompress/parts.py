@@ -69,6 +69,11 @@ class Scorer(ABC):
         """
         return None
 
+    @property
+    def observes(self) -> bool:
+        """True if `observe` does something."""
+        return type(self).observe is not Scorer.observe
+
     def second(self, scores: Tensor, view: LayerView, observed: Observed) -> Tensor | None:
         """Scores `[B, H_kv, P]` for a second stage of selection, given those of the first; None for a single stage.
 
@@ -192,11 +197,20 @@ class PromptRunner(Protocol):
         """Run `ids [B, n]` on the current cache, whole or in chunks, each compressed when it ends."""
         ...
 
+    def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: Any) -> Prefilled:
+        """Run a prompt whose segments but the last are reused as far as `plan` (`kvcompress.blend.Plan`) says."""
+        ...
+
 
 class Prefill(ABC):
     """How the prompt's KV comes to be."""
 
     name: ClassVar[str]
+    all_queries: ClassVar[bool] = True
+    """False where keys and values are taken from elsewhere, so that their tokens' queries are never made."""
+    needs_segments: ClassVar[bool] = False
+    """True if the prompt's segments say what is reused: then prompts come through `session.prefill`, and one that is
+    given to `model(...)` is refused."""
 
     @abstractmethod
     def run(self, session: PromptRunner, segments: list[Tensor], mask: Tensor | None) -> Prefilled:

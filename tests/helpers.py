@@ -12,8 +12,9 @@ from torch import Tensor
 from kvcompress.method import Method
 from kvcompress.methods import METHODS
 
-EXACT = sorted(name for name, cls in METHODS.items() if cls().parts().codec.name == "plain")
-CODED = sorted(set(METHODS) - set(EXACT))  # methods that hold keys and values in another form
+THROUGH_MODEL = sorted(name for name, cls in METHODS.items() if not cls().make_prefill().needs_segments)
+EXACT = [name for name in THROUGH_MODEL if METHODS[name]().parts().codec.name == "plain"]
+CODED = sorted(name for name, cls in METHODS.items() if cls().parts().codec.name != "plain")  # hold another form
 EVICTING = sorted(name for name, cls in METHODS.items() if cls.budget_kind == "held_tokens")
 
 

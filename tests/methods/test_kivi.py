@@ -389,3 +389,20 @@ def test_a_step_on_the_kernel_that_yields_attention_gives_the_same():
                 session.prefill(ids, attention_mask=mask)
                 got.append(feed(MODEL, session.cache, random_ids(2, 1), torch.cat([mask, torch.ones(2, 1)], 1).long()))
         assert (got[0] - got[1]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "phi3", "qwen3"])
+def test_soft_caps_sinks_partial_rotation_and_sliding_layers_work_over_codes(architecture):
+    """At 8 bits decode follows the full cache closely; layers with a window keep transformers' own cache."""
+    model = small_model(architecture)
+    ids, mask = left_padded([30, 19])
+    tokens = random_ids(2, 6, 2)
+    got = []
+    for method in (Full(), kivi(8)):
+        with compress(model, method) as session:
+            got.append([session.prefill(ids, attention_mask=mask).logits])
+            got[-1] += [session.step(tokens[:, t : t + 1]) for t in range(6)]
+            got[-1].append(session.append(tokens[:, :4]))
+    assert (got[0][0] - got[1][0]).abs().max() <= 1e-5
+    for full, near in zip(got[0][1:], got[1][1:], strict=True):
+        assert (torch.softmax(full, -1) - torch.softmax(near, -1)).abs().max() < 0.02
