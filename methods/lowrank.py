@@ -16,6 +16,7 @@ from kvcompress.packing import check_bits, dequantise, pack, quantise, unpack
 
 Form = Literal["palu", "mla"]
 POSITION = 4  # bytes of a token's position in a layer, where all heads hold the same
+BITS = (2, 4, 8)
 SCALES = 4  # bytes of a scale and a zero in float16
 MARKS = ("_scale", "_zero")
 
@@ -64,7 +65,7 @@ class LowRankCodec(Codec):
         if self.form == "palu" and self.rope_dims is not None:
             raise ValueError(f"rope_dims={self.rope_dims} is of form=mla; form=palu rotates whole keys")
         if self.bits is not None:
-            check_bits(self.bits)
+            check_bits(self.bits, BITS)
         self.calibration  # noqa: B018  (checks tokens and length)
 
     @property
