@@ -29,6 +29,7 @@ class Holder(Protocol):
     real: Tensor | None
     owner: Any
     turns: list[Rotation] | None
+    latents: bool
     shift: Tensor | None
 
     def rotation(self, layer: int) -> Rotation | None: ...
@@ -111,14 +112,16 @@ class CompressedLayer(CacheLayerMixin):
         self.fresh = None
         if not self.sealed and isinstance(self.store, DenseStore) and rotation is None:
             # views of the buffer, so that the caller's own tensors can be freed
-            self.fresh = self.store.get("keys"), self.store.get("values")
-            return self.fresh
+            held = self.store.get("keys"), self.store.get("values")
+            self.fresh = self._attended(*held)
+            return (key_states, value_states) if cache.latents else held
         if (
-            self.sealed and self.blocks is None and forward.phase == "prompt"
+            self.sealed and self.blocks is None and forward.phase == "prompt" and not self.absorbed
         ):  # which attends to its own tokens as they are
             real, ragged = forward.real, not isinstance(self.store, DenseStore)
             keys, values = self.keys_values()
-            self.fresh = overwritten(keys, key_states, real, ragged), overwritten(values, value_states, real, ragged)
+            new_keys, new_values = self._attended(key_states, value_states)
+            self.fresh = overwritten(keys, new_keys, real, ragged), overwritten(values, new_values, real, ragged)
         return key_states, value_states
 
     @staticmethod
@@ -198,10 +201,20 @@ class CompressedLayer(CacheLayerMixin):
             return self.blocks.keys_values(store.get("positions"))
         channels = {name: store.get(name) for name in self.coded()}
         if self.sealed:
-            return cache.codec.decode(channels, self.slots())
-        keys, values = channels["keys"], channels["values"]
+            return self._attended(*cache.codec.decode(channels, self.slots()))
+        keys, values = self._attended(channels["keys"], channels["values"])
         rotation = cache.rotation(self.index)
         return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
+
+    def _attended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as attention uses them, from what the model gave: of latents `[..., d_c]` and rotated keys
+        `[..., d_r]` (MLA), both of them and the latents."""
+        return (torch.cat([keys, values], dim=-1), keys) if self.holder().latents else (keys, values)
+
+    @property
+    def absorbed(self) -> bool:
+        """True if all queries are multiplied with what the codec holds, in its own terms."""
+        return self.sealed and self.holder().codec.absorbed
 
     def coded(self) -> list[str]:
         """Names of the channels that hold keys and values."""
@@ -277,7 +290,8 @@ class CompressedLayer(CacheLayerMixin):
                 rotated = rotated + shift[owners // self.held().heads][None, :, None]
         rotation = None if cache.turns is None else cache.turns[self.index]
         heads = self.held().heads if heads is None else heads
-        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation)
+        taken = positions >= 0
+        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation, taken)
 
     def read(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A single query `[B, H, 1, D]`, and the keys and values that it attends to, in the codec's own terms."""
@@ -285,7 +299,7 @@ class CompressedLayer(CacheLayerMixin):
             return q, *self.keys_values()
         store, codec = self.held(), self.holder().codec
         keys, values = codec.read({name: store.get(name) for name in self.coded()}, self.slots())
-        return codec.query(q, self._query_slots()), keys, values
+        return codec.query(q, self._query_slots()), *self._attended(keys, values)
 
     def read_lanes(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same for what lies in lanes: keys and values `[lanes, slots, ...]`."""
@@ -293,10 +307,10 @@ class CompressedLayer(CacheLayerMixin):
         assert isinstance(store, RaggedStore)
         channels = {name: store.in_lanes(name) for name in self.coded()}
         if not self.sealed:
-            return q, channels["keys"], channels["values"]
+            return q, *self._attended(channels["keys"], channels["values"])
         slots = self._told(store.in_lanes("positions")[None], owners=store.owners())
         keys, values = codec.read({name: value[None] for name, value in channels.items()}, slots)
-        return codec.query(q, self._query_slots()), keys[0], values[0]
+        return codec.query(q, self._query_slots()), *self._attended(keys[0], values[0])
 
     def expand(self, output: Tensor) -> Tensor:
         """What a single query's weighted sum of the values of `read` stands for, `[B, H, 1, D_v]`."""

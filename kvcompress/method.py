@@ -103,6 +103,10 @@ ILLEGAL: list[tuple[str, Any]] = [
         lambda m, p: m.compact_positions and (p.allocator.needs.prerope or (p.scorer and p.scorer.needs.prerope)),
     ),
     (
+        "what is evicted differs from head to head, and this codec holds several heads together: take one by head (head_group=1)",
+        lambda m, p: p.codec.joint and p.scorer is not None,
+    ),
+    (
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
         lambda m, p: m.compact_positions and p.codec.name != "plain",
     ),
