@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import all_held, make
-from small_models import ARCHITECTURES, HYBRID, random_ids, small_model
+from small_models import ARCHITECTURES, HYBRID, LATENT, random_ids, small_model
 
 from kvcompress import blend, chunks, compat, compress
 from kvcompress.kvstore import Damaged, KVStore
@@ -619,6 +619,13 @@ def test_scaled_rotation_is_not_scaled_twice_and_one_that_depends_on_the_length_
     dynamic = model_of(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     with pytest.raises(ValueError, match=r"depends on the length \(dynamic RoPE scaling\)"):
         compress(dynamic, CacheBlend()).__enter__()
+
+
+@pytest.mark.parametrize("architecture", LATENT)
+def test_models_that_hold_latents_are_refused_by_name(architecture):
+    """Their rotated part is no part of a key that a chunk could be turned by."""
+    with pytest.raises(ValueError, match=f"'{architecture}' holds latents.*chunks reused elsewhere"):
+        compress(small_model(architecture), CacheBlend()).__enter__()
 
 
 def test_presets_are_what_their_sources_do():
