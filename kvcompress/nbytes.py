@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvcompress.layer import BESIDE, CompressedLayer
+from kvcompress.held import BESIDE
+from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import RaggedStore
 
 Tensor = torch.Tensor
