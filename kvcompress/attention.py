@@ -16,6 +16,7 @@ import torch
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
+from kvcompress.forward import Forward
 from kvcompress.kernels import triton_decode, triton_groups
 from kvcompress.kernels.blockwise import (
     ALL,
@@ -28,7 +29,7 @@ from kvcompress.kernels.blockwise import (
 )
 from kvcompress.kernels.lanes import lane_attention
 from kvcompress.kernels.pieces import piecewise_attention
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import Blocks, RaggedStore, Store
 
 Tensor = torch.Tensor
@@ -232,7 +233,7 @@ def _decode_groups(
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
     packed = blocks.packed and not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q)
-    compressor.kernel("triton" if packed else "groups")
+    compressor.kernel("triton" if packed else "blockwise" if compressor.wants_probabilities else "groups")
     output, group = torch.empty_like(q), q.shape[1] // blocks.heads
     positions, p = layer.positions(), None
     if compressor.wants_probabilities:

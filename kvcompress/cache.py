@@ -14,7 +14,9 @@ import torch
 
 from kvcompress.codec import Codec
 from kvcompress.compat import Cache, Rotation
-from kvcompress.layer import CompressedLayer, Forward, layer_bytes, row_index, storage_bytes
+from kvcompress.forward import Forward
+from kvcompress.layer import CompressedLayer, row_index
+from kvcompress.nbytes import layer_bytes, storage_bytes
 
 Tensor = torch.Tensor
 

@@ -332,7 +332,8 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
     if holds_latents(model):
         raise ValueError(
             f"{model.config.model_type!r} holds latents and one rotated key beside them, which cannot be turned back as "
-            "keys: compact positions, queries before rotation and low-rank codecs do not go with it; take another method"
+            "keys: compact positions, queries before rotation, chunks reused elsewhere and low-rank codecs do not go with it; "
+            "take another method"
         )
     rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
     if not rotary:

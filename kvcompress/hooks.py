@@ -19,7 +19,8 @@ from kvcompress import (
 from kvcompress.cache import CompressedCache
 from kvcompress.codec import Codec, GroupedCodec
 from kvcompress.compression import Compressor
-from kvcompress.layer import CompressedLayer, Forward, Fusing
+from kvcompress.forward import Forward, Fusing
+from kvcompress.layer import CompressedLayer
 from kvcompress.method import Method
 
 Tensor = torch.Tensor

@@ -17,8 +17,9 @@ import torch
 
 from kvcompress import compat
 from kvcompress.cache import CompressedCache
+from kvcompress.forward import Forward
 from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
-from kvcompress.layer import BESIDE, CompressedLayer, Forward
+from kvcompress.layer import BESIDE, CompressedLayer
 from kvcompress.layouts import DenseStore, Store
 from kvcompress.view import Pass
 
