@@ -33,6 +33,11 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     return cls(budget=budget, **options)
 
 
+def coded(name: str) -> Method:
+    """A method of `CODED` with nothing evicted; one with a budget of bytes has its codec tried in tests of its own."""
+    return make(name, 1.0)
+
+
 def as_published(name: str, budget: float | int) -> Method:
     """A method with its own settings, but for what is measured once per model: small models have no data."""
     cls = METHODS[name]
@@ -121,3 +126,6 @@ def live_storages() -> dict[int, int]:
 def fingerprint(cache: Any) -> list[bytes]:
     """The bytes of everything a cache holds, to see whether it changes."""
     return [t.detach().contiguous().cpu().numpy().tobytes() for layer in cache.layers for t in tensors_of(layer)]
+
+
+BY_HEAD = [name for name in CODED if not coded(name).parts().codec.joint]  # those that evictions go with
