@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
@@ -211,6 +211,13 @@ def last_good(works: Callable[[Shape], bool], shape: Shape, tries: int = 12) -> 
         if works(shape):
             return shape
     return None
+
+
+def out_of_memory(session: Any, ids: Sequence[int], shape: Shape, fault: BaseException, full: bool) -> dict[str, Any]:
+    """What is recorded of a cell of the grid that memory did not do for: the error, and the last good size."""
+    good = last_good(lambda smaller: works(session, ids, smaller, full), shape)
+    text = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+    return {"shape": asdict(shape), "error": text, "last_good": None if good is None else asdict(good)}
 
 
 def works(session: Any, ids: Sequence[int], shape: Shape, full: bool) -> bool:

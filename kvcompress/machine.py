@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
 import shutil
 import statistics
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ _QUERIES = {
     "power.limit": "power_limit_w",
     "utilization.gpu": "utilization_percent",
 }
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt, from malloc.h
 _ENDURING = ("driver", "clock_sm_max_mhz", "power_limit_w")
 
 
@@ -44,6 +47,26 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def exact_heap() -> Iterator[None]:
+    """Inside, large tensors of the CPU get memory of their own and give it back at once (glibc; elsewhere nothing).
+
+    Otherwise the C library keeps freed memory for later, how much depends on what ran before, and resident memory strays
+    by a tenth from run to run. It costs time (pages are touched anew), so nothing is timed inside.
+    """
+    try:
+        tune = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        yield
+        return
+    tune(_MMAP_THRESHOLD, 128 << 10)
+    try:
+        yield
+    finally:  # glibc's own highest: what a process that frees large tensors comes to by itself
+        tune(_MMAP_THRESHOLD, 32 << 20)
+        tune(_TRIM_THRESHOLD, 64 << 20)
 
 
 def status_bytes(key: str) -> int:

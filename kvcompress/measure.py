@@ -119,7 +119,7 @@ class PeakMemory:
             self.method = "none"
             return self
         gc.collect()
-        _trim()
+        trim()
         if torch.device(self.device).type == "cuda":
             synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -145,7 +145,7 @@ class PeakMemory:
             self.peak = max(self.start, status_bytes("VmHWM"))
 
 
-def _trim() -> None:
+def trim() -> None:
     """Give freed memory back to the system, or a second block would grow into what the first one left (glibc only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -84,7 +84,7 @@ class Latency(Task):
         details: dict[str, Any] = {**sides, "ratios": latency.ratios(found), "machine": machine}
         for name in (FULL, OURS):
             if name in ended:
-                details[f"{name}_oom"] = self._out_of_memory(session, ids, shape, name, ended[name])
+                details[f"{name}_oom"] = latency.out_of_memory(session, ids, shape, ended[name], name == FULL)
         out["latency"] = details
         if OURS in ended or not found[OURS]:
             return out | {"oom": details[f"{OURS}_oom"], "compressed": None, "end": None}
@@ -109,12 +109,6 @@ class Latency(Task):
                 for name in ("ttft_s", "prefill_s", "compress_s", "tpot_s")
             },
         }
-
-    @staticmethod
-    def _out_of_memory(session: Any, ids: Sequence[int], shape: Shape, name: str, fault: Exception) -> dict[str, Any]:
-        good = latency.last_good(lambda smaller: latency.works(session, ids, smaller, full=name != OURS), shape)
-        text = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
-        return {"shape": asdict(shape), "error": text, "last_good": None if good is None else asdict(good)}
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 where the cell of the grid was measured, 0 where memory ran out: the mean is the share of the grid."""
