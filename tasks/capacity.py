@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, ClassVar
 
 from kvcompress import capacity, capacity_points, footprint, latency
@@ -137,6 +138,7 @@ class Capacity(Task):
     def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Simulated figures of each length by its name (`L1024.tokens_per_s`), those of the full cache, and ratios."""
         found: dict[str, Any] = {"simulated": True}
+        ratios: dict[str, list[float]] = {}
         for row in rows:
             details, name = row["out"]["capacity"], f"L{row['out']['length']}"
             flat: dict[str, dict[str, float]] = {}
@@ -150,4 +152,5 @@ class Capacity(Task):
             for key in ("tokens_per_s", "goodput_rate"):
                 if flat and flat[FULL][key] > 0:
                     found[f"{name}.ratio_{key}"] = flat[OURS][key] / flat[FULL][key]
-        return found
+                    ratios.setdefault(key, []).append(flat[OURS][key] / flat[FULL][key])
+        return found | {f"ratio_{key}": median(values) for key, values in ratios.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, ClassVar
 
 from kvcompress import footprint, latency
@@ -128,6 +129,7 @@ class Memory(Task):
     def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Bytes of each cell of the grid by its name (`L4096-B1-N32.prefill_growth`), shares of the full cache's, fits."""
         found: dict[str, Any] = {}
+        shares: dict[str, list[float]] = {}
         for row in rows:
             details, name = row["out"]["memory"], Shape(**row["out"]["shape"]).name
             for figure in FIGURES:
@@ -137,6 +139,7 @@ class Memory(Task):
                 whole = details.get(FULL, {}).get(figure)
                 if whole and OURS in details:
                     found[f"{name}.ratio_{figure}"] = details[OURS][figure] / whole
+                    shares.setdefault(figure, []).append(details[OURS][figure] / whole)
             if OURS in details:
                 found["weights"] = details[OURS]["weights"]
             for side in (OURS, FULL):
@@ -146,4 +149,4 @@ class Memory(Task):
                 if "fits" in details:
                     fit = details["fits"][kind]
                     found |= {f"{name}.fits_{kind}": fit["found"], f"{name}.predicted_{kind}": fit["predicted"]}
-        return found
+        return found | {f"ratio_{figure}": median(values) for figure, values in shares.items()}

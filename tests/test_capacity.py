@@ -217,6 +217,7 @@ def test_a_record_says_what_is_simulated_beside_the_full_cache_and_the_real_run(
     assert record["metrics.L32.ratio_tokens_per_s"] == pytest.approx(
         record["metrics.L32.tokens_per_s"] / record["metrics.L32.full.tokens_per_s"]
     )
+    assert record["metrics.ratio_tokens_per_s"] == record["metrics.L32.ratio_tokens_per_s"]
     assert 0.2 < record["metrics.L32.agreement"] < 5.0 and details["method"]["extrapolated"]
     assert len(details["full"]["rates"]) == 3 and details["full"]["rates"][0]["completed"] == 40
     assert record["time.ttft_s"] > 0 and record["kv.ratio"] < 0.5

@@ -190,6 +190,7 @@ def test_a_record_has_the_moments_of_each_cell_beside_the_full_caches(run):
     details = rows[1]["out"]["memory"]
     record = found.record
     assert record["metrics.L48-B1-N5.cache_after"] == details["method"]["cache_after"] < details["full"]["cache_after"]
+    assert record["metrics.ratio_cache_after"] < 0.5
     assert record["metrics.L48-B1-N5.ratio_cache_after"] < 0.5 and record["metrics.weights"] > 0
     assert record["metrics.L48-B1-N5.fits_batch_apart"] == details["fits"]["batch_apart"]["found"]
     assert record["memory.prefill_peak"] > 0 and record["memory.decode_peak"] > 0 and record["time.tpot_s"] is None
