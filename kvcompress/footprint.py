@@ -7,7 +7,6 @@ allocator counts; on a CPU the resident memory of the process, which rounds to p
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -70,13 +69,13 @@ class Footprint:
         return asdict(self)
 
 
-def _first(views: dict[str, int]) -> int:
-    """What peaks are counted in: tensors on a device, resident memory on a CPU."""
-    return next(iter(views.values()))
+def _counted(views: dict[str, int]) -> int:
+    """What `PeakMemory` counts in: resident memory, on CUDA tensors."""
+    return views["rss"] if "rss" in views else views["allocated"]
 
 
 def _settled(device: torch.device) -> dict[str, int]:
-    gc.collect()
+    release()
     trim()
     synchronize(device)
     return memory_now(device)
@@ -108,7 +107,7 @@ def footprint(session: Any, ids: Tensor, output: int) -> tuple[Footprint, dict[s
             token = session.step(token[:, None]).argmax(-1)
             tokens.append(token)
     steady, end = _settled(device), session.report()
-    base = _first(start)
+    base = _counted(start)
     kv, last = compressed["kv"], end["kv"]
     prefill_growth, decode_growth = max(0, prefill.peak - base), max(0, decode.peak - base)
     reserved = [peak.reserved for peak in (prefill, decode) if peak.reserved is not None]
@@ -118,8 +117,8 @@ def footprint(session: Any, ids: Tensor, output: int) -> tuple[Footprint, dict[s
         decode_growth=decode_growth,
         prefill_peak=prefill.peak,
         decode_peak=decode.peak,
-        after_growth=max(0, _first(after) - base),
-        steady_growth=max(0, _first(steady) - base),
+        after_growth=max(0, _counted(after) - base),
+        steady_growth=max(0, _counted(steady) - base),
         cache_after=kv["bytes_allocated"],
         cache_end=last["bytes_allocated"],
         held_after=kv["bytes_held"],

@@ -95,8 +95,8 @@ def memory_now(device: Device = "cpu") -> dict[str, int]:
 
     Returns:
         on CUDA `allocated` (tensors), `reserved` (what torch holds of the device) and `driver` (what is in use on it, by
-        all processes and the driver itself); on MPS `allocated` and `driver`; on the CPU `rss`, which also counts the
-        interpreter and its libraries.
+        all processes and the driver itself); on MPS `allocated` and `driver`; on both MPS and the CPU `rss`, the resident
+        memory of this process, which also counts the interpreter and its libraries.
     """
     kind = torch.device(device).type
     if kind == "cuda":
@@ -104,7 +104,8 @@ def memory_now(device: Device = "cpu") -> dict[str, int]:
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         return {"allocated": allocated, "reserved": reserved, "driver": total - free}
     if kind == "mps":
-        return {"allocated": torch.mps.current_allocated_memory(), "driver": torch.mps.driver_allocated_memory()}
+        held, taken = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+        return {"allocated": held, "driver": taken, "rss": resident()}
     return {"rss": resident()}
 
 

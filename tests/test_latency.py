@@ -14,7 +14,7 @@ from slow_device import SlowDevice
 from small_models import small_model
 
 import kvcompress.conf
-from kvcompress import compress, config, latency, timing
+from kvcompress import compress, config, latency, roofline, timing
 from kvcompress.latency import Shape, batch_ids, grid, last_good, prompt_ids, request
 from kvcompress.method import Method
 from kvcompress.methods import H2O, Full, SnapKV
@@ -244,3 +244,15 @@ def test_the_full_cache_against_itself_is_about_one(cell, runner):
     found = runner(cell("method=full", "task.lengths=[24]", "task.batches=[1]"))
     assert found.status == "ok" and Full().budget == 1.0
     assert 0.2 < found.record["metrics.ratio_tpot"] < 5.0 and found.record["kv.ratio"] >= 1.0
+
+
+def test_a_run_that_can_hardly_save_anything_says_so_beside_its_floor(cell, runner, monkeypatch):
+    monkeypatch.setattr(roofline, "rates", lambda device, dtype: roofline.Rates(1e9, 1e9, 1e15))
+    small = runner(cell("method=snapkv", "method.window=4", "budget=0.5", "task.floor=true", "task.batches=[1]"))
+    assert small.status == "ok", small.record.get("error")
+    details = rows_of(small)[0]["out"]["latency"]["roofline"]
+    assert details["of_floor"] == small.record["metrics.L24-B1-N5.of_floor"] > 1
+    assert 0 < details["predicted_saving"] < 0.05 and details["step_cache"] < details["full_step_cache"]
+    assert any("faster than with the full cache" in note for note in small.record["notes"])
+    full = runner(cell("method=full", "task.floor=true", "task.batches=[1]"))
+    assert full.record["notes"] == [], "what is compared with itself saves nothing and need not say so"
