@@ -14,7 +14,7 @@ from kvcompress.capacity import Costs, simulate
 from kvcompress.latency import FULL, OURS, batch_ids, request
 from kvcompress.machine import release
 from kvcompress.measure import synchronize, timed
-from kvcompress.timing import Laps, in_turn
+from kvcompress.timing import Laps, in_turn, ratio
 
 
 @dataclass
@@ -94,12 +94,15 @@ def prefill_bytes(session: Any, ids: Sequence[int], full: bool) -> int:
     return found.prefill_growth
 
 
-def agreement(cost: Costs, found: Sequence[Points], check: int, output: int) -> dict[str, Any]:
+def agreement(found: Sequence[Points], check: int, output: int) -> dict[str, Any]:
     """Throughput of `check` requests that come at once, simulated over really run: prompts one by one against at once.
 
-    `check` may lie between the measured numbers: its step is then what the simulation believes, not what was measured.
+    Each round's simulation is fed with that round's own points, so that a slow spell of the machine falls on both. `check`
+    may lie between the measured numbers: its step is then what the simulation believes, not what was measured.
     """
-    simulated = simulate(cost, check, [0.0] * check, output)
-    real = check * output / median(one.batch_s for one in found)
-    said = check * output / simulated.seconds
-    return {"batch": check, "simulated_tokens_per_s": said, "real_tokens_per_s": real, "ratio": said / real}
+    said = [check * output / simulate(costs([one], 0, 0), check, [0.0] * check, output).seconds for one in found]
+    real = [check * output / one.batch_s for one in found]
+    spread = ratio(said, real)
+    assert spread is not None
+    figures = {"simulated_tokens_per_s": median(said), "real_tokens_per_s": median(real)}
+    return {"batch": check, **figures, "ratio": spread.median, "ratio_q1": spread.q1, "ratio_q3": spread.q3}

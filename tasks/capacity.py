@@ -120,7 +120,7 @@ class Capacity(Task):
         details: dict[str, Any] = {"targets": {"ttft_s": ttft, "tpot_s": tpot}, "memory": memory}
         for name, cost in costs.items():
             served = capacity.serve(cost, memory, self.output, ttft, tpot, self.rates, self.requests, self.seed)
-            agrees = capacity_points.agreement(cost, found[name], self.check, self.output)
+            agrees = capacity_points.agreement(found[name], self.check, self.output)
             details[name] = served | {"agreement": agrees, "extrapolated": served["slots"] > batches[-1]}
         last = found[OURS][-1]
         return out | {

@@ -169,11 +169,12 @@ def test_what_cannot_be_served_is_refused(arguments, says):
 
 
 def test_agreement_is_exact_where_the_real_run_takes_what_its_parts_take():
+    end = {"kv": {"bytes_allocated": 10}}
     real = 6 * 2.0 + 7 * UNIT.step(6)
-    found = [Points(2.0, {1: 1.0, 2: 1.5}, real), Points(2.0, {1: 1.0, 2: 1.5}, real)]
-    assert agreement(UNIT, found, 6, 8)["ratio"] == pytest.approx(1.0)
-    slower = [Points(2.0, {}, 2 * real)]
-    assert agreement(UNIT, slower, 6, 8)["ratio"] == pytest.approx(2.0)
+    found = [Points(2.0 * slow, {1: 1.0 * slow, 2: 1.5 * slow}, real * slow, end=end) for slow in (1, 3, 1)]
+    assert agreement(found, 6, 8)["ratio"] == pytest.approx(1.0), "a slow round is compared with itself"
+    assert agreement(found, 6, 8)["ratio_q3"] == pytest.approx(1.0)
+    assert agreement([Points(2.0, {1: 1.0, 2: 1.5}, 2 * real, end=end)], 6, 8)["ratio"] == pytest.approx(2.0)
 
 
 def test_points_time_each_number_of_requests_from_the_same_cache():
