@@ -16,7 +16,7 @@ import torch
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
-from kvcompress.kernels import triton_decode
+from kvcompress.kernels import triton_decode, triton_groups
 from kvcompress.kernels.blockwise import (
     ALL,
     Features,
@@ -27,8 +27,9 @@ from kvcompress.kernels.blockwise import (
     visible,
 )
 from kvcompress.kernels.lanes import lane_attention
+from kvcompress.kernels.pieces import piecewise_attention
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.layouts import RaggedStore, Store
+from kvcompress.layouts import Blocks, RaggedStore, Store
 
 Tensor = torch.Tensor
 
@@ -71,10 +72,14 @@ def kv_attention(
     if rotation is not None:
         query = layer.compact_queries(query, rotation)
     compressor: Compressor = cache.owner
+    whole, fusion = cache.forward, cache.forward.fusion
+    if fusion is not None:
+        query, cache.forward = fusion.asked(query), fusion.narrowed(whole)
     output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
     compressor.after_attention(layer, query, probabilities, features)
-    layer.fresh = None
-    return output.transpose(1, 2).contiguous(), None
+    cache.forward, layer.fresh = whole, None
+    output = output.transpose(1, 2).contiguous()
+    return output if fusion is None else fusion.widened(output), None
 
 
 def _windowed_layer(
@@ -133,8 +138,8 @@ def attend(
         part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
         seen_at = positions[batch, kv if positions.shape[1] > 1 else ALL[1]]
         asked_at = queries[batch] if queries.shape[0] > 1 else queries
-        for rows in blocks(n, q[batch, heads], keys):
-            last = store.length - n + rows.stop if ordered else store.length
+        for rows in blocks(n, q[batch, heads], keys, logits=math):
+            last = seen_at_most(store, forward, rows.stop, n) if ordered else store.length
             start = seen_by_all(store, forward, features, rows, n) if math else 0
             allowed = visible(seen_at[..., start:last], asked_at[:, rows], features.window)
             block, k, v = q[batch, heads, rows], keys[batch, kv, :last], values[batch, kv, :last]
@@ -154,7 +159,15 @@ def seen_by_all(store: Store, forward: Forward, features: Features, rows: slice,
     """How many of the first columns every query of a block sees, so that they need no mask."""
     if store.kind != "dense" or not store.full or forward.real is not None or features.window is not None:
         return 0
-    return store.length - n + rows.start
+    return seen_at_most(store, forward, rows.start + 1, n) - 1
+
+
+def seen_at_most(store: Store, forward: Forward, number: int, n: int) -> int:
+    """How many of a dense store's first columns the first `number` of n queries see: none sees a later one.
+
+    New columns lie last, one per query; in a fused prompt every column is new, and queries are there for some.
+    """
+    return store.length - n + number if forward.fusion is None else int(forward.positions[0, number - 1]) + 1
 
 
 def _decode(
@@ -165,22 +178,58 @@ def _decode(
     if not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None
     wants = compressor.wants_probabilities or not features.plain
-    if isinstance(store, RaggedStore) and features.window is None and layer.holder().rotations is None:
+    if layer.blocks is not None and features.window is None:
+        return _decode_groups(layer, layer.blocks, q, forward, features, compressor)
+    in_lanes = layer.holder().rotations is None and (layer.holder().codec.in_lanes or not layer.sealed)
+    if isinstance(store, RaggedStore) and features.window is None and in_lanes:
         return _decode_lanes(store, layer, q, forward, features, compressor)
     compressor.kernel("blockwise" if wants else "sdpa")
-    keys, values = layer.keys_values()
+    asked, keys, values = layer.read(q)
     allowed = None
     if features.window is not None or forward.real is not None:
         allowed = visible(layer.positions(), forward.on("positions", q.device), features.window)
     elif not store.full:  # nothing that is held lies ahead of the newest token
         allowed = layer.positions()[:, :, None] >= 0
+    if allowed is not None and allowed.shape[1] > keys.shape[1]:  # held once for heads that see different slots
+        keys, values = (x.expand(-1, allowed.shape[1], -1, -1) for x in (keys, values))
     if not wants:
-        return sdpa_block(q, keys, values, allowed, features.scaling), None
-    output, p = softmax_block(q, keys, values, allowed, features)
+        return layer.expand(sdpa_block(asked, keys, values, allowed, features.scaling)), None
+    output, p = softmax_block(asked, keys, values, allowed, features)
+    output, p = layer.expand(output), p.view(p.shape[0], store.heads, -1, *p.shape[3:])
     if compressor.wants_mass:
         real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :, None]
         compressor.add_mass(layer, real.squeeze(3), forward)
     return output, p
+
+
+def _decode_groups(
+    layer: CompressedLayer, blocks: Blocks, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+) -> tuple[Tensor, Tensor | None]:
+    """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
+    packed = blocks.packed and not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q)
+    compressor.kernel("triton" if packed else "groups")
+    output, group = torch.empty_like(q), q.shape[1] // blocks.heads
+    positions, p = layer.positions(), None
+    if compressor.wants_probabilities:
+        p = q.new_zeros(q.shape[0], blocks.heads, group, layer.length, dtype=torch.float32)
+    for rows, heads, unit in blocks.each():
+        of = slice(heads.start * group, heads.stop * group) if heads.start is not None else heads
+        if packed:
+            output[rows, of] = triton_groups.decode(q[rows, of], unit, features)
+            continue
+        sinks = None if features.sinks is None else features.sinks[of]
+        mine = replace(features, sinks=sinks)
+        output[rows, of], found = piecewise_attention(q[rows, of], unit.pieces("keys"), unit.pieces("values"), mine)
+        if p is not None:
+            held = (positions[rows, heads if positions.shape[1] > 1 else slice(None)] >= 0)[:, :, None]
+            place = p[rows, heads]
+            place.masked_scatter_(held.expand_as(place), found)
+    if p is None:
+        return output, None
+    if compressor.wants_mass:
+        real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :]
+        compressor.add_mass(layer, real, forward)
+    return output, p[:, :, :, None]
 
 
 def _decode_lanes(
@@ -188,13 +237,14 @@ def _decode_lanes(
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over segments of different lengths, read where they lie."""
     owners = store.owners()
-    k, v = layer.decoded({name: store.in_lanes(name)[None] for name in layer.coded()})
+    asked, k, v = layer.read_lanes(q)
     positions = store.in_lanes("positions")
     if not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q):
         compressor.kernel("triton")
-        return triton_decode.decode(q, k[0], v[0], positions, store.table(), features), None
+        return layer.expand(triton_decode.decode(asked, k, v, positions, store.table(), features)), None
     compressor.kernel("lanes")
-    output, p = lane_attention(q, k[0], v[0], positions < 0, owners, store.heads, features)
+    output, p = lane_attention(asked, k, v, positions < 0, owners, store.heads, features)
+    output = layer.expand(output)
     if not compressor.wants_probabilities:
         return output, None
     if compressor.wants_mass:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from kvcompress.codec import Codec
 from kvcompress.compat import Cache, Rotation
 from kvcompress.layer import CompressedLayer, Forward, layer_bytes, row_index, storage_bytes
-from kvcompress.parts import Codec
 
 Tensor = torch.Tensor
 
@@ -36,6 +36,10 @@ class CompressedCache(Cache):
         self.codec = codec
         self.limited = limited
         self.rotations = rotations
+        self.turns: list[Rotation] | None = None  # per layer, given if the codec turns keys back
+        self.shift: Tensor | None = (
+            None  # [B] how far the position ids lie ahead of `positions`, where `turns` are given
+        )
         self.forward: Forward | None = None
         self.real: Tensor | None = None  # [B] real tokens seen
         self.cap: Tensor | None = None  # [B] tokens kept per head, None without limit
@@ -47,6 +51,7 @@ class CompressedCache(Cache):
         self.pending: Tensor | None = None  # [B, 1] picked by generate(), not fed yet
         self.moments: list[dict[str, Any]] = []
         self.kept_max = 0
+        self.reuse: dict[str, Any] | None = None  # what a prefill that reuses chunks did, as in the session's report
         self.by_row: dict[str, Tensor] = {}  # of a batch: `clamped` bool [B], `kept_max` [B]
         self.owner: Any = None
         self.model: Any = None  # weak reference to the model that fills it
@@ -60,7 +65,7 @@ class CompressedCache(Cache):
 
     @property
     def full_layers(self) -> list[CompressedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and not layer.temporary]
 
     def rotation(self, layer: int) -> Rotation | None:
         return None if self.rotations is None else self.rotations[layer]
@@ -107,14 +112,15 @@ class CompressedCache(Cache):
         """Bytes held now, summed over live storage.
 
         Returns:
-            by kind, `keys_values` and `positions` of non-empty slots, `scores` and `index` of what methods keep
+            by kind, `keys_values` and `positions` of non-empty slots (under a codec `keys_values` is the sum of its
+            `codes`, `scales` and exact `residual`, 0 without one), `scores` and `index` of what methods keep
             beside them, `headroom` (spare and empty slots), `host`; `valid` = keys_values + positions, `allocated` =
             the storage of both, `full` = what a DynamicCache would hold for the same real tokens in these layers;
             `other_layers` and `other_allocated` = keys and values of sliding-window layers and their storage, which
             are the same with and without compression.
         """
-        kinds = "keys_values positions scores index headroom host valid allocated full other_layers other_allocated"
-        total: dict[str, int] = dict.fromkeys(kinds.split(" "), 0)
+        kinds = "keys_values codes scales residual positions scores index headroom host valid allocated full"
+        total: dict[str, int] = dict.fromkeys([*kinds.split(" "), "other_layers", "other_allocated"], 0)
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 held = [getattr(layer, name, None) for name in ("keys", "values")]
@@ -138,10 +144,32 @@ class CompressedCache(Cache):
         twin.closed, twin.by_row = _clone(self.closed), {name: value.clone() for name, value in self.by_row.items()}
         twin.moments, twin.kept_max = [dict(m) for m in self.moments], self.kept_max
         twin.logits, twin.pending, twin.broken = _clone(self.logits), _clone(self.pending), self.broken
-        twin.model = self.model
+        twin.model, twin.reuse = self.model, copy.copy(self.reuse)
+        twin.turns, twin.shift = self.turns, _clone(self.shift)
         return twin
 
     snapshot = fork
+
+    def note_shift(self, forward: Forward) -> None:
+        """Remember how a row's position ids lie to its `positions`: a codec that turns keys back counts on it.
+
+        Raises:
+            ValueError: not the same for all tokens of a row.
+        """
+        rotated = forward.rotated.cpu().expand_as(forward.positions) if len(forward.positions) > 1 else forward.rotated
+        positions = forward.positions.expand_as(rotated.cpu())
+        ahead, padding = rotated.cpu() - positions, positions < 0
+        least = ahead.masked_fill(padding, torch.iinfo(ahead.dtype).max).amin(1)
+        most = ahead.masked_fill(padding, torch.iinfo(ahead.dtype).min).amax(1)
+        batch = len(forward.added)
+        known = least.expand(batch) if self.shift is None else self.shift
+        given = ~padding.all(1).expand(batch)
+        if bool((given & ((least != most) | (least != known))).any()):
+            raise ValueError(
+                "position_ids that jump within a row do not go with a codec that turns keys back before it stores them: "
+                "leave position_ids out, or take codec=plain"
+            )
+        self.shift = torch.where(given, known, 0 if self.shift is None else self.shift)
 
     def note_clamped(self, rows: Tensor) -> None:
         """Remember that budgets were too small for what is protected in some rows, bool `[B]` on the CPU."""
@@ -162,10 +190,12 @@ class CompressedCache(Cache):
         twin = CompressedCache([], self.codec, self.limited, self.rotations)
         assert self.real is not None
         twin.real, real = self.real[one], int(self.real[number])
+        twin.turns, twin.shift = self.turns, None if self.shift is None else self.shift[one]
         twin.layers = [
             layer.alone(twin, number, real) if isinstance(layer, CompressedLayer) else _one_row(layer, number, real)
             for layer in self.layers
         ]
+        twin.reuse = copy.copy(self.reuse)
         twin.clamped = bool(self.by_row["clamped"][number]) if "clamped" in self.by_row else self.clamped
         twin.kept_max = int(self.by_row["kept_max"][number]) if "kept_max" in self.by_row else self.kept_max
         return twin
@@ -187,13 +217,13 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self.real = self.cap = self.columns = self.closed = None
+        self.real = self.cap = self.columns = self.closed = self.shift = None
         self.clamped, self.moments, self.kept_max, self.by_row = False, [], 0, {}
-        self.logits = self.pending = None
+        self.logits = self.pending = self.reuse = None
 
     def _rows(self, index: Tensor) -> None:
         index = index.cpu()
-        for name in ("real", "cap", "columns", "closed", "logits", "pending"):
+        for name in ("real", "cap", "columns", "closed", "shift", "logits", "pending"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, index.to(value.device)))
         self.by_row = {name: value.index_select(0, index) for name, value in self.by_row.items()}

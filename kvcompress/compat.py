@@ -51,11 +51,17 @@ __all__ = [
     "base_model",
     "bound_arguments",
     "check_model",
+    "check_reusable",
+    "decoder_layers",
+    "feed_forward",
+    "first_token",
     "foreign_attention",
     "is_empty_dynamic",
+    "head_sizes",
     "layer_types",
     "max_positions",
     "new_layers",
+    "only_rows",
     "output_projections",
     "register",
     "rotations",
@@ -83,6 +89,13 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def layer_types(model: PreTrainedModel) -> list[str]:
     """One of "full_attention", "sliding_attention", … per layer."""
     return get_layer_types_and_kwargs(text_config(model))[0]
+
+
+def head_sizes(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Numbers of a cached key and of a cached value, for each layer with full attention."""
+    config = text_config(model)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return [(width, width) for kind in layer_types(model) if kind == "full_attention"]
 
 
 def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixin]) -> list[CacheLayerMixin]:
@@ -117,6 +130,68 @@ def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
             f"weighs values by it needs an `o_proj` with a plain weight of {width} columns; take another method"
         )
     return found
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder's layers in order: modules called with hidden states `[B, n, hidden]` first.
+
+    Raises:
+        ValueError: no list of that many modules is found.
+    """
+    number = text_config(model).num_hidden_layers
+    for module in base_model(model).modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == number:
+            if all(any(hasattr(m, "layer_idx") for m in layer.modules()) for layer in module):
+                return list(module)
+    raise ValueError(f"{model.config.model_type!r} has no list of its {number} decoder layers that we know")
+
+
+def check_reusable(model: PreTrainedModel, sliding: bool = True) -> None:
+    """Refuse by name a model whose chunks cannot be reused. What rotates them is `rotations`' to say.
+
+    Args:
+        sliding: chunks can be reused in sliding-window layers.
+
+    Raises:
+        ValueError: layers that do not hold all tokens, or whose place in the forward is not known.
+    """
+    can = {"full_attention", "sliding_attention"} if sliding else {"full_attention"}
+    other = sorted(set(layer_types(model)) - can)
+    if other:
+        raise ValueError(
+            f"{model.config.model_type!r} has layers with {', '.join(other)}: this prefill reuses chunks in layers with "
+            f"{' and '.join(sorted(can))} only; use prefill=oneshot"
+        )
+    decoder_layers(model)
+
+
+def only_rows(arguments: dict[str, Any], rows: Tensor, length: int) -> dict[str, Any]:
+    """A decoder layer's keyword arguments for some of `length` tokens, `rows [m]`: what belongs to positions is cut.
+
+    Raises:
+        ValueError: an attention mask, or tensors of a name that we do not know with one entry per token.
+    """
+    found = dict(arguments)
+    for name, value in arguments.items():
+        if name == "position_ids" and value is not None:
+            found[name] = value.index_select(-1, rows.to(value.device))
+        elif name == "position_embeddings" and value is not None:
+            found[name] = tuple(part.index_select(-2, rows.to(part.device)) for part in value)
+        elif isinstance(value, Tensor) and length in value.shape:
+            raise ValueError(f"a decoder layer is given {name} {tuple(value.shape)}, which we do not know how to cut")
+    return found
+
+
+def feed_forward(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """A decoder layer's MLP, which works on each token alone: hidden states in, hidden states (first) out; or None."""
+    found = getattr(layer, "mlp", None)
+    return found if isinstance(found, torch.nn.Module) else None
+
+
+def first_token(model: PreTrainedModel) -> int | None:
+    """The token that begins a text, by the model's configuration."""
+    found = getattr(text_config(model), "bos_token_id", None)
+    return found[0] if isinstance(found, (list, tuple)) else found
 
 
 def check_model(model: Any) -> None:
@@ -216,6 +291,17 @@ class Rotation:
             turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
         return torch.cat([turned.to(keys.dtype), rest], dim=-1)
 
+    def table(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines `[..., R / 2]` of `positions`, for keys that are rotated by them again and again."""
+        if self.style == "none":
+            return None
+        angle = self._angle(positions)
+        return angle.cos(), angle.sin()
+
+    def rotate_by(self, keys: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
+        """`rotate` by what `table` gave."""
+        return keys if table is None else self._turn(keys, *table)
+
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Undo `rotate`."""
         return self.rotate(keys, -positions)
@@ -242,8 +328,8 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
     rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
     if not rotary:
         raise ValueError(
-            f"{model.config.model_type!r} has no rotary positions, which compact positions and queries before rotation "
-            "need: use positions='original', or another method"
+            f"{model.config.model_type!r} has no rotary positions, which compact positions, queries before rotation and "
+            "reused chunks need: use positions='original', prefill=oneshot, or another method"
         )
     kinds = {str(k) for m in rotary for k in _rope_types(m)}
     if varying := kinds & {"dynamic", "longrope"}:

@@ -17,7 +17,7 @@ from kvcompress.layouts import RankedStore
 from kvcompress.method import Method
 from kvcompress.observed import remember_queries
 from kvcompress.passes import PassLayer
-from kvcompress.selection import lowest_slot, top_slots
+from kvcompress.selection import candidates, lowest_slot, top_slots
 from kvcompress.steady import steady
 
 Tensor = torch.Tensor
@@ -122,11 +122,17 @@ class Compressor(Judge):
         self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
     ) -> None:
         """Called once per layer and forward, when the output that used the un-evicted keys is computed."""
-        if not self.limited:
+        if layer.temporary:
             return
         cache = layer.holder()
         assert isinstance(cache, CompressedCache) and cache.forward is not None
         forward, schedule = cache.forward, self.parts.schedule
+        if not self.limited:
+            if self.needs.window and forward.phase == "prompt" and not layer.sealed:
+                remember_queries(layer, q, forward, self.needs.window)
+            self.seal(layer)
+            self._forget_queries(layer)
+            return
         if isinstance(layer, PassLayer):
             layer.observe(q, features, forward)
             return
@@ -151,6 +157,14 @@ class Compressor(Judge):
                 self.decide(at)
         finally:
             layer.queries = None
+        if forward.phase != "prompt" or not (forward.passes or self.parts.allocator.scope != "layer"):
+            self.seal(layer)
+
+    def seal(self, layer: CompressedLayer) -> None:
+        """Have a layer whose selection is final hold what it kept in the codec's form."""
+        if self.parts.codec.name != "plain" and (not layer.sealed or layer.blocks is not None):
+            with self.clock.running(layer.held().get("positions").device):
+                layer.seal()
 
     def decide(self, at: Attended) -> None:
         """Score, allocate and apply in one layer that has observed this forward, if the schedule says so."""
@@ -244,7 +258,8 @@ class Compressor(Judge):
                 assert layer.target is not None
                 layer.steady = steady(layer.held(), layer.target, protection, MAX_HOLES)
             return
-        layer.keep(top_slots(scores, positions, counts, protection), grow=decode)
+        must = ~candidates(positions, protection) & (positions >= 0) if layer.blocks is not None else None
+        layer.keep(top_slots(scores, positions, counts, protection), grow=decode, must=must)
         if not decode:
             assert layer.target is not None
             assert cache.real is not None
@@ -286,6 +301,7 @@ class Compressor(Judge):
         counts, protected = torch.minimum(wanted, held), self._protected(layer.held().heads, cache)
         protection = self._protection(counts, cache)
         one_stage = isinstance(layer.store, RankedStore) or self._held_scores(layer)[1] is None
+        one_stage &= layer.blocks is None
         if (
             one_stage
             and torch.equal(protection.sinks, protected.sinks)
@@ -315,6 +331,8 @@ class Compressor(Judge):
         for layer in cache.full_layers:
             if layer.index in forward.deferred:
                 self.decide(Attended(layer, None, forward.deferred[layer.index], forward, cache))
+                if self.parts.allocator.scope == "layer":
+                    self.seal(layer)
         if self.parts.allocator.scope == "layer":
             return
         with self.clock.running(cache.full_layers[-1].device):
@@ -325,3 +343,4 @@ class Compressor(Judge):
                 if layer.store is not None:
                     layer.finish()
                     layer.store.drop_channel("score")
+                    self.seal(layer)

@@ -30,6 +30,7 @@ from kvcompress.launcher.compose import compose_once_per_choice
 from kvcompress.launcher.plugin import store_launcher
 from kvcompress.method import Allocator, Codec, Method, Prefill, Reader, Schedule
 from kvcompress.methods import METHODS
+from kvcompress.prefix import PrefixReuse  # noqa: F401  (a part that no method brings)
 from kvcompress.task import Task
 from kvcompress.tasks import TASKS
 from kvcompress.tracking import LoggerConfig

@@ -1,4 +1,4 @@
-"""The tables of methods and allocators, made from what their classes say of themselves.
+"""The tables of methods, allocators and codecs, made from what their classes say of themselves.
 
 `scripts/method_table.py` writes them to `docs/methods.md` and, shorter, into the README.
 """
@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvcompress.config import method_classes, part_classes
-from kvcompress.method import Allocator, Method, Needs
+from kvcompress.method import Allocator, Codec, Method, Needs
 
 REQUIRED = ("family", "keeps", "source", "differences")
 BEGIN = "<!-- method table: made by scripts/method_table.py -->"
@@ -38,7 +38,7 @@ def when(cls: type[Method]) -> str:
     """When a method compresses, as its default parts say."""
     parts = cls().parts()
     if parts.scorer is None:
-        return "never"
+        return "never" if parts.codec.name == "plain" else "prompt end, then as tokens come"
     found = []
     if parts.schedule.prompt:
         chunk = getattr(parts.prefill, "chunk", None)
@@ -142,6 +142,10 @@ def page() -> str:
         (f"`{name}`", _summary(part), ", ".join(_shown(f.name, f.default) for f in fields(part) if f.repr) or "–")
         for name, part in part_classes(Allocator, within="kvcompress.").items()
     ]
+    codecs = [
+        (f"`{name}`", _summary(part), ", ".join(_shown(f.name, f.default) for f in fields(part) if f.repr) or "–")
+        for name, part in part_classes(Codec, within="kvcompress.").items()
+    ]
     return (
         "# Methods\n\nMade by `python scripts/method_table.py` from what the classes say of themselves.\n\n"
         "`method=NAME` on the command line, the class of that name in `kvcompress.methods`. A method compresses when its\n"
@@ -151,6 +155,8 @@ def page() -> str:
         + _table(header.split("|"), rows)
         + "\n## Allocators\n\nWho gets how much of the budget: `allocator=NAME` with any method that ranks tokens.\n\n"
         + _table(("allocator", "how", "defaults"), allocators)
+        + "\n## Codecs\n\nIn what form the kept is held: `codec=NAME` with any method; `codec=KIVI(bits=4)` in Python.\n\n"
+        + _table(("codec", "how", "defaults"), codecs)
     )
 
 

@@ -18,7 +18,7 @@ from kvcompress import (
 )
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer, Forward, Fusing
 from kvcompress.method import Method
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ class Hooks:
         compat.check_model(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
-        method = method.bind(model)
+        method = method.ready(model)
         self.tokenizer = passes.tokenizer_of(model) if tokenizer is None else tokenizer
         if self.tokenizer is not None:
             method = method.for_tokenizer(self.tokenizer)
@@ -57,10 +57,13 @@ class Hooks:
         self.cache: CompressedCache | None = None
         self._phase: str | None = None
         self._real: Tensor | None = None
+        self._fusion: Fusing | None = None  # of the forward to come
+        self.reuse_rotations: list[compat.Rotation] = []  # per layer, where the prefill reuses chunks
         self._outer: torch.nn.Module | None = None  # whose forward is running
         self._inner_due = False  # its base model is still to be called
         self._undo: list[Any] = []
         self._open = False
+        self._turns: list[compat.Rotation] | None = None  # how keys are turned back, where the codec wants to
 
     # ------------------------------------------------------------------ attaching
 
@@ -73,6 +76,11 @@ class Hooks:
         )
         if self.compressor.needs.prerope:
             self.compressor.rotations = self._rotations or compat.rotations(self.model)
+        if self.compressor.parts.prefill.needs_segments:
+            compat.check_reusable(self.model)
+            self.reuse_rotations = self.compressor.rotations or compat.rotations(self.model)
+        if self.compressor.parts.codec.needs_rotation and self._turns is None:
+            self._turns = compat.rotations(self.model)
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
         before = self.model.config._attn_implementation
@@ -149,7 +157,7 @@ class Hooks:
         compressor = self.compressor
         cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
         cache.layers[:] = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
-        cache.owner, cache.model = compressor, weakref.ref(self.model)
+        cache.owner, cache.model, cache.turns = compressor, weakref.ref(self.model), self._turns
         return cache
 
     def _before_forward(
@@ -177,19 +185,21 @@ class Hooks:
             raise ValueError("the prompt is empty: give at least one token")
         named["cache"] = cache = self._adopt(named.get("cache"))
         named["use_cache"] = True
-        unchanged = cache.real, cache.cap, cache.columns, cache.closed
+        unchanged = cache.real, cache.cap, cache.columns, cache.closed, cache.shift
         try:
             forward = self._describe(cache, tokens, named.get("attention_mask"))
             self._check_length(cache, forward)
+            if named.get("position_ids") is not None:
+                forward.rotated = named["position_ids"]
+            if self._turns is not None:
+                cache.note_shift(forward)
             passes.plan(self, cache, forward, named.get("input_ids"))
         except ValueError:  # a refused forward leaves no trace
-            cache.real, cache.cap, cache.columns, cache.closed = unchanged
+            cache.real, cache.cap, cache.columns, cache.closed, cache.shift = unchanged
             raise
         cache.forward = forward
         if cache.columns is not None and named.get("attention_mask") is None:
             named["attention_mask"] = cache.columns.to(tokens.device)
-        if named.get("position_ids") is not None:
-            forward.rotated = named["position_ids"]
         self.cache = cache
         self._outer, self._inner_due = module, module is self.model
         cache.broken = True  # until the forward has ended: an interrupt runs no hook
@@ -251,11 +261,19 @@ class Hooks:
         self._note_columns(cache, real, batch, length)
         cache.real = before + added
         phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
+        prefill = self.compressor.parts.prefill
+        if phase == "prompt" and self._phase is None and prefill.needs_segments:
+            raise ValueError(
+                f"prefill={prefill.name} reuses the segments of a prompt, and a plain model() or generate() call has none: "
+                "run the prompt with session.prefill([prefix, chunk, …, question]), then session.generate(); or use "
+                "prefill=oneshot"
+            )
         if phase == "prompt":
             cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
         fires = self._read_tokens(cache, tokens, real, phase)
-        return Forward(phase, length, real, positions.int(), added, columns, fires=fires)
+        fusion = self._fusion if phase == "prompt" else None  # a scorer's extra passes are whole
+        return Forward(phase, length, real, positions.int(), added, columns, fires=fires, fusion=fusion)
 
     def _read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
         """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.

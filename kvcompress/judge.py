@@ -50,6 +50,7 @@ class Judge:
         self.limited = method.limited and self.parts.scorer is not None
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
         self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
+        self.needs |= self.parts.codec.needs
         self.observing = self.parts.scorer is not None and type(self.parts.scorer).observe is not Scorer.observe
         self.rotations: list[Rotation] | None = None  # given by the session where parts need `prerope`
         if self.needs.hidden:

@@ -9,14 +9,34 @@ from typing import Any, Protocol
 
 import torch
 
+from kvcompress.codec import Codec, GroupedCodec, Plain, Slots, overwritten
 from kvcompress.compat import CacheLayerMixin, Rotation
-from kvcompress.layouts import DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
-from kvcompress.parts import Codec
+from kvcompress.layouts import Blocks, DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
 from kvcompress.view import Pass, State
 
 Tensor = torch.Tensor
 
 BESIDE = ("positions", "mass", "score", "passes")  # channels that are not the codec's
+
+
+class Fusing(Protocol):
+    """What a layer asks of a forward that computes some of its tokens and reuses the others (`kvcompress.blend`)."""
+
+    def fuse(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[1, H_kv, T, D]` of the whole prompt, from those of the tokens that were computed."""
+        ...
+
+    def asked(self, q: Tensor) -> Tensor:
+        """Those of the computed queries `[1, H, m, D]` that attend in this layer."""
+        ...
+
+    def narrowed(self, forward: Forward) -> Forward:
+        """The forward as these queries see it: their positions."""
+        ...
+
+    def widened(self, output: Tensor) -> Tensor:
+        """Their output `[1, n, ...]` among zeros for the others, `[1, m, ...]`."""
+        ...
 
 
 @dataclass
@@ -32,6 +52,7 @@ class Forward:
         rotated: `[B or 1, length]`, the position ids by which the model rotates.
         passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
         fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
+        fusion: what a prefill that reuses chunks puts in place of a layer's new keys and values; None where all is new.
     """
 
     phase: str
@@ -43,6 +64,7 @@ class Forward:
     passes: list[tuple[int, Pass]] = field(default_factory=list)
     deferred: dict[int, Any] = field(default_factory=dict)
     fires: Tensor | None = None
+    fusion: Fusing | None = None
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def on(self, name: str, device: torch.device) -> Tensor:
@@ -76,6 +98,8 @@ class Holder(Protocol):
     forward: Forward | None
     real: Tensor | None
     owner: Any
+    turns: list[Rotation] | None
+    shift: Tensor | None
 
     def rotation(self, layer: int) -> Rotation | None: ...
 
@@ -86,6 +110,7 @@ class CompressedLayer(CacheLayerMixin):
     """Keys, values and positions of one full-attention layer, and the state a method keeps beside them."""
 
     is_sliding = False
+    temporary = False  # True where it stands in for a sliding layer while a prompt is made: then nothing is evicted
     is_croppable = False
     is_compileable = False
     supports_early_init = False
@@ -96,7 +121,11 @@ class CompressedLayer(CacheLayerMixin):
         self.index = index
         self.store: Store | None = None
         self.seen = 0
+        self.dtype = torch.float32
         self.state: State = {}
+        self.sealed = False  # what is held is in the codec's form
+        self.blocks: Blocks | None = None  # keys and values of a grouped codec, in the slots of `store`
+        self.codec_state: State = {}  # beside the codes, dim 0 the row
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
         self.steady: Any = None  # `steady.Steady`, while decode drops one token per head and step
         self.shown: Tensor | None = None  # scores as the allocator sees them, while a prompt runs
@@ -126,26 +155,46 @@ class CompressedLayer(CacheLayerMixin):
             )
         kwargs["kv_layer"] = self
         forward, heads = cache.forward, key_states.shape[1]
+        if forward.fusion is not None:
+            key_states, value_states = forward.fusion.fuse(self.index, key_states, value_states)
         rotation = cache.rotation(self.index)
         if rotation is not None:
             key_states = rotation.unrotate(key_states, forward.on("rotated", key_states.device)[:, None])
-        new = cache.codec.encode(key_states, value_states)
+        new = {"keys": key_states, "values": value_states}
+        if self.blocks is not None:
+            self.blocks.append(key_states, value_states, forward.real)
+            new = {}
+        elif self.sealed:
+            new = cache.codec.encode(key_states, value_states, self._new_slots(heads))
         new["positions"] = forward.on("positions", key_states.device)[:, None].expand(key_states.shape[0], 1, -1)
         if self.store is None:
             self.is_initialized = True
             self.device, self.dtype = key_states.device, key_states.dtype
             self.full_width = heads * (key_states.shape[3] + value_states.shape[3]) * key_states.element_size()
-            self.store = DenseStore.of(new, forward.added[:, None].expand(-1, heads).clone(), grow=not cache.limited)
+            self.store = DenseStore.of(
+                new, forward.added[:, None].expand(-1, heads).clone(), grow=not self._drops(cache)
+            )
         else:
             evicted_next = cache.limited and forward.phase in ("prompt", "pass")
             self.store.append(new, forward.real, forward.added, grow=not evicted_next)
         self.seen += key_states.shape[2]
-        if isinstance(self.store, DenseStore) and cache.codec.name == "plain" and rotation is None:
+        self.fresh = None
+        if not self.sealed and isinstance(self.store, DenseStore) and rotation is None:
             # views of the buffer, so that the caller's own tensors can be freed
             self.fresh = self.store.get("keys"), self.store.get("values")
             return self.fresh
-        self.fresh = None
+        if (
+            self.sealed and self.blocks is None and forward.phase == "prompt"
+        ):  # which attends to its own tokens as they are
+            real, ragged = forward.real, not isinstance(self.store, DenseStore)
+            keys, values = self.keys_values()
+            self.fresh = overwritten(keys, key_states, real, ragged), overwritten(values, value_states, real, ragged)
         return key_states, value_states
+
+    @staticmethod
+    def _drops(cache: Holder) -> bool:
+        """True if what a prompt stores is cut or encoded when it ends, so that headroom would be for nothing."""
+        return cache.limited or not isinstance(cache.codec, Plain)
 
     def get_seq_length(self) -> int:
         """Logical length: columns seen, padding included."""
@@ -160,6 +209,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.store, self.seen, self.state, self.target, self.is_initialized = None, 0, {}, None, False
+        self.sealed, self.codec_state, self.blocks = False, {}, None
         self.steady = self.shown = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -180,7 +230,9 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.store.select_rows(index)
-        self.state = {k: v.index_select(0, index.to(v.device)) for k, v in self.state.items()}
+        self.blocks = None if self.blocks is None else self.blocks.select_rows(index.cpu())
+        for held in (self.state, self.codec_state):
+            held.update({k: v.index_select(0, index.to(v.device)) for k, v in held.items()})
         self.steady = None
         self.target = None if self.target is None else self.target.index_select(0, index.cpu())
 
@@ -212,17 +264,118 @@ class CompressedLayer(CacheLayerMixin):
         if self.fresh is not None:
             return self.fresh
         cache, store = self.holder(), self.held()
-        keys, values = cache.codec.decode({name: store.get(name) for name in self.coded()})
+        if self.blocks is not None:
+            return self.blocks.keys_values(store.get("positions"))
+        channels = {name: store.get(name) for name in self.coded()}
+        if self.sealed:
+            return cache.codec.decode(channels, self.slots())
+        keys, values = channels["keys"], channels["values"]
         rotation = cache.rotation(self.index)
         return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
 
     def coded(self) -> list[str]:
-        """Names of the channels that the codec made."""
+        """Names of the channels that hold keys and values."""
         return [name for name in self.held().channels if name not in BESIDE]
 
-    def decoded(self, channels: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values from channels `[..., slots, ...]` of the codec."""
-        return self.holder().codec.decode(channels)
+    # ------------------------------------------------------------------ the codec
+
+    def seal(self) -> None:
+        """Hold what is kept in the codec's form from here on; nothing to do for a plain codec.
+
+        Called when a forward's attention and selection are done. Once it is sealed a layer encodes new tokens as they
+        come, and only a grouped codec has some to encode here.
+        """
+        codec = self.holder().codec
+        if isinstance(codec, Plain) or self.store is None:
+            return
+        if self.blocks is not None:
+            self.blocks.flush()
+        if self.sealed:
+            return
+        self.fresh, store = None, self.held()
+        if isinstance(codec, GroupedCodec):
+            self._seal_groups(codec, store)
+            return
+        window, shown = codec.needs.window, None
+        if window and "queries" in self.state:
+            shown = self.state["queries"][:, :, -window:], self.state["query_positions"][:, -window:]
+        channels = codec.encode(store.get("keys"), store.get("values"), self.slots(queries=shown))
+        if isinstance(store, DenseStore):
+            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
+            self.store = DenseStore.of(others | channels, store.counts, grow=not self.holder().limited)
+        else:
+            for name in ("keys", "values"):
+                store.drop_channel(name)
+            for name, value in channels.items():
+                store.put(name, value)
+        self._borrowed, self.sealed = None, True
+
+    def _seal_groups(self, codec: GroupedCodec, store: Store) -> None:
+        self.blocks = Blocks.of(codec, store.get("keys"), store.get("values"), store.get("positions"), store.counts)
+        self.blocks.flush()
+        if isinstance(store, DenseStore):
+            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
+            self.store = DenseStore.of(others, store.counts, grow=not self.holder().limited)
+        else:
+            for name in ("keys", "values"):
+                store.drop_channel(name)
+        self._borrowed, self.sealed = None, True
+
+    def slots(self, queries: tuple[Tensor, Tensor] | None = None) -> Slots:
+        """What a codec is told of all that is held."""
+        return self._told(self.positions(), queries=queries)
+
+    def _new_slots(self, heads: int) -> Slots:
+        """The same of this forward's new tokens."""
+        cache = self.holder()
+        assert cache.forward is not None
+        return self._told(cache.forward.on("positions", self.device)[:, None], heads=heads)
+
+    def _told(
+        self,
+        positions: Tensor,
+        queries: tuple[Tensor, Tensor] | None = None,
+        owners: Tensor | None = None,
+        heads: int | None = None,
+    ) -> Slots:
+        cache, rotated = self.holder(), positions.clamp(min=0).long()
+        if cache.shift is not None and bool(cache.shift.any()):
+            shift = cache.shift.to(rotated.device)
+            if owners is None:
+                rotated = rotated + shift[:, None, None]
+            else:
+                rotated = rotated + shift[owners // self.held().heads][None, :, None]
+        rotation = None if cache.turns is None else cache.turns[self.index]
+        heads = self.held().heads if heads is None else heads
+        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation)
+
+    def read(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A single query `[B, H, 1, D]`, and the keys and values that it attends to, in the codec's own terms."""
+        if not self.sealed:
+            return q, *self.keys_values()
+        store, codec = self.held(), self.holder().codec
+        keys, values = codec.read({name: store.get(name) for name in self.coded()}, self.slots())
+        return codec.query(q, self._query_slots()), keys, values
+
+    def read_lanes(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for what lies in lanes: keys and values `[lanes, slots, ...]`."""
+        store, codec = self.held(), self.holder().codec
+        assert isinstance(store, RaggedStore)
+        channels = {name: store.in_lanes(name) for name in self.coded()}
+        if not self.sealed:
+            return q, channels["keys"], channels["values"]
+        slots = self._told(store.in_lanes("positions")[None], owners=store.owners())
+        keys, values = codec.read({name: value[None] for name, value in channels.items()}, slots)
+        return codec.query(q, self._query_slots()), keys[0], values[0]
+
+    def expand(self, output: Tensor) -> Tensor:
+        """What a single query's weighted sum of the values of `read` stands for, `[B, H, 1, D_v]`."""
+        return self.holder().codec.expand(output, self._query_slots()) if self.sealed else output
+
+    def _query_slots(self) -> Slots:
+        cache = self.holder()
+        assert cache.forward is not None
+        return self._told(cache.forward.on("positions", self.device)[:, None])
 
     def ranks(self) -> Tensor:
         """Index of each held token among those held, `[B, H_kv or 1, P]`: its position when positions are compact."""
@@ -236,14 +389,23 @@ class CompressedLayer(CacheLayerMixin):
         ranks = (cache.forward.positions.long() + shift).clamp(min=0).to(q.device)
         return rotation.rotate(q, (ranks - cache.forward.on("rotated", q.device))[:, None])
 
-    def keep(self, mask: Tensor, grow: bool = False) -> None:
-        """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`."""
+    def keep(self, mask: Tensor, grow: bool = False, must: Tensor | None = None) -> None:
+        """Keep the marked slots, in order, and free the rest. `mask` bool `[B, H_kv, P]`.
+
+        Of what a grouped codec has encoded whole groups are kept, those with a slot in `must` first.
+        """
         self.fresh, store = None, self.held()
         before = int(store.counts.sum())
         if mask.shape != (*store.counts.shape, store.length):
             raise ValueError(
                 f"keep() needs a mask of shape {(*store.counts.shape, store.length)}, got {tuple(mask.shape)}"
             )
+        if self.blocks is not None:
+            held = (store.get("positions") >= 0).expand_as(mask)
+            mask = self.blocks.whole_groups(
+                mask, torch.zeros_like(mask) if must is None else must.expand_as(mask), held
+            )
+            self.blocks.keep(mask, held)
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
 
@@ -307,19 +469,28 @@ class CompressedLayer(CacheLayerMixin):
             copy.device, copy.dtype, copy.full_width = self.device, self.dtype, self.full_width
             copy.group = self.group
         copy.state = {k: v.clone() for k, v in self.state.items()}
+        copy.blocks = None if self.blocks is None else self.blocks.fork()
+        copy.sealed, copy.codec_state = self.sealed, {k: v.clone() for k, v in self.codec_state.items()}
         copy.target = None if self.target is None else self.target.clone()
         return copy
 
     def alone(self, cache: Holder, number: int, real: int) -> CompressedLayer:
         """A copy of one row, which has seen `real` tokens, for another cache; empty slots are left out."""
         twin, store, one = CompressedLayer(cache, self.index), self.held(), torch.tensor([number])
-        wanted = store.get("positions").expand(-1, store.heads, -1) >= 0
-        wanted[torch.arange(len(wanted)) != number] = False
-        held = RaggedStore(store.packed(wanted), store.counts[one])
-        twin.store = keep_slots(held, held.get("positions") >= 0, grow=not cache.limited)
+        if isinstance(store, DenseStore):
+            held: Store = DenseStore({n: store.get(n)[number : number + 1] for n in store.channels}, store.counts[one])
+        else:
+            wanted = store.get("positions") >= 0
+            wanted[torch.arange(len(wanted)) != number] = False
+            held = RaggedStore(store.packed(wanted), store.counts[one])
+        everything = (held.get("positions") >= 0).expand(-1, held.heads, -1)
+        twin.store = keep_slots(held, everything, grow=not cache.limited)
         twin.seen, twin.is_initialized, twin.group = real, True, self.group
         twin.device, twin.dtype, twin.full_width = self.device, self.dtype, self.full_width
         twin.state = {name: value.index_select(0, one.to(value.device)) for name, value in self.state.items()}
+        twin.codec_state = {k: value.index_select(0, one.to(value.device)) for k, value in self.codec_state.items()}
+        twin.sealed = self.sealed
+        twin.blocks = None if self.blocks is None else self.blocks.select_rows(one)
         twin.evicted = real * store.heads - int(twin.counts.sum())
         return twin
 
@@ -369,7 +540,13 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     """Bytes of one layer by kind, from the storages its tensors live in."""
     store = layer.held()
     counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys(["keys_values", "positions", "scores", "index", "allocated", "full"], 0)
+    found = dict.fromkeys([*"keys_values codes scales residual positions scores index allocated full".split()], 0)
+    if layer.blocks is not None:
+        for _, _, unit in layer.blocks.each():
+            for kind, value, held in unit.tensors():
+                found[kind] += held
+                found["keys_values"] += held
+                found["allocated"] += storage_bytes(value)
     for name, value in store.channels.items():
         allocated = storage_bytes(value)
         if name in BESIDE and name != "positions":
@@ -382,9 +559,15 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
             slots, width = int(counts.sum()), value[0, 0, :1].numel()
         else:  # shared by all heads
             slots, width = int(counts[:, 0].sum()), value[0, 0, :1].numel()
-        kind = "positions" if name == "positions" else "keys_values"
-        found[kind] += slots * width * value.element_size()
+        held = slots * width * value.element_size()
+        found["positions" if name == "positions" else "keys_values"] += held
+        if layer.sealed and name != "positions":
+            found["scales" if name in layer.holder().codec.scales else "codes"] += held
     found["scores"] += sum(storage_bytes(t) for t in layer.state.values())
+    beside = sum(storage_bytes(t) for t in layer.codec_state.values())
+    found["keys_values"] += beside
+    found["codes"] += beside
+    found["allocated"] += beside
     if layer.steady is not None:
         found["index"] += storage_bytes(layer.steady.blocked)
     if real is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from kvcompress.budget import Budget, NotTogether, cap, check_budget, is_unlimited
+from kvcompress.codec import GroupedCodec, Slots
 from kvcompress.parts import (
     Allocator,
     Chunked,
@@ -41,6 +42,7 @@ __all__ = [
     "Chunked",
     "Codec",
     "GroupReduce",
+    "GroupedCodec",
     "LayerView",
     "Method",
     "Needs",
@@ -54,11 +56,19 @@ __all__ = [
     "Reader",
     "Schedule",
     "Scorer",
+    "Slots",
     "State",
     "Tensor",
     "Uniform",
     "reduce_group",
 ]
+
+
+def _observes_all(scorer: Scorer, allocator: Allocator) -> bool:
+    """True if more than the last queries of a prompt are looked at."""
+    needs = scorer.needs | allocator.needs
+    return needs.mass or needs.hidden or needs.prerope or scorer.observes
+
 
 # One row per rule: (what is refused, test on (method, parts)). Any combination no row refuses is legal.
 ILLEGAL: list[tuple[str, Any]] = [
@@ -70,6 +80,11 @@ ILLEGAL: list[tuple[str, Any]] = [
             and p.scorer is not None
             and (p.scorer.needs.mass or p.scorer.needs.window == 1)
         ),
+    ),
+    (
+        "a prefill that takes keys and values from a store makes no query of their tokens, which this scorer observes: use "
+        "prefill=oneshot, or a method that scores by keys or by the last queries",
+        lambda m, p: not p.prefill.all_queries and p.scorer is not None and _observes_all(p.scorer, p.allocator),
     ),
     (
         "an allocator needs a scorer to rank what it hands out",
@@ -91,6 +106,15 @@ ILLEGAL: list[tuple[str, Any]] = [
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
         lambda m, p: m.compact_positions and p.codec.name != "plain",
     ),
+    (
+        "compact positions renumber what is kept, and a prefill that reuses chunks puts them at the prompt's positions: "
+        "use positions=original or prefill=oneshot",
+        lambda m, p: p.prefill.needs_segments and m.compact_positions,
+    ),
+    (
+        "a codec that encodes tokens in groups cannot drop them one by one in decode: schedule=prompt",
+        lambda m, p: p.scorer is not None and p.schedule.in_decode and isinstance(p.codec, GroupedCodec),
+    ),
 ]
 
 
@@ -102,7 +126,8 @@ class Method:
         budget: float share of each row's real tokens in (0, 1] (1.0 = no limit) or an int number of tokens; per KV
             head, sinks and window included.
         preset: whose settings fill the fields left at None: the paper's, the released code's or kvpress's.
-        allocator, codec, reader, prefill, schedule: replace the method's own part.
+        allocator, codec, reader, prefill, schedule: replace the method's own part. For `codec` a method that evicts
+            nothing may stand for its codec: `SnapKV(budget=0.25, codec=KIVI(bits=2))`.
 
     Every method says in class variables of its own what the table of methods shows beside its parts and presets:
     `family`; what it `keeps`; its `source` (paper, released code); the `differences` from that code; and, where it
@@ -122,7 +147,7 @@ class Method:
     budget: Budget = 1.0
     preset: str = "paper"
     allocator: Allocator | None = None
-    codec: Codec | None = None
+    codec: Codec | Method | None = None
     reader: Reader | None = None
     prefill: Prefill | None = None
     schedule: Schedule | None = None
@@ -133,6 +158,8 @@ class Method:
         for name, value in self.presets[self.preset].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+        if isinstance(self.codec, Method):
+            object.__setattr__(self, "codec", self.codec.as_codec())
         self.check()
         scorer = self.make_scorer()
         check_budget(self.budget, self.reserved() if scorer is not None else 0)
@@ -159,6 +186,29 @@ class Method:
         allocator = self.parts().allocator
         bound = allocator.bind(model)
         return self if bound is allocator else replace(self, allocator=bound)
+
+    def ready(self, model: Any) -> Method:
+        """What a session works with: this method bound to a model, its codec too.
+
+        Raises:
+            ValueError: as of `bind`, or the codec does not fit the model.
+        """
+        bound = self.bind(model)
+        codec = bound.parts().codec
+        fitted = codec.bind(model)
+        return bound if fitted is codec else replace(bound, codec=fitted)
+
+    def as_codec(self) -> Codec:
+        """The codec of a method that only says how tokens are held.
+
+        Raises:
+            ValueError: it drops tokens.
+        """
+        if self.make_scorer() is not None:
+            raise ValueError(
+                f"codec={type(self).__name__}(…) evicts tokens: a codec is a method without a scorer, such as KIVI"
+            )
+        return self.parts().codec
 
     def notes(self, model: Any) -> list[str]:
         """What a user should know of this method on this model: warned when attached, kept in the session's report."""
@@ -215,7 +265,7 @@ class Method:
             prefill=self.prefill or self.make_prefill(),
             scorer=self.make_scorer(),
             allocator=self.allocator or self.make_allocator(),
-            codec=self.codec or self.make_codec(),
+            codec=self.codec or self.make_codec(),  # type: ignore[arg-type]  # a method was replaced by its codec
             reader=self.reader or self.make_reader(),
             schedule=self.schedule or self.make_schedule(),
         )

@@ -14,7 +14,25 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from kvcompress.codec import Codec, Plain
 from kvcompress.view import LayerView, Needs, Observed, Pass, State, Tensor
+
+__all__ = [
+    "Allocator",
+    "Chunked",
+    "Codec",
+    "OneShot",
+    "Parts",
+    "Plain",
+    "Prefill",
+    "Prefilled",
+    "PromptRunner",
+    "ReadAll",
+    "Reader",
+    "Schedule",
+    "Scorer",
+    "Uniform",
+]
 
 
 class Scorer(ABC):
@@ -50,6 +68,11 @@ class Scorer(ABC):
         forward too.
         """
         return None
+
+    @property
+    def observes(self) -> bool:
+        """True if `observe` does something."""
+        return type(self).observe is not Scorer.observe
 
     def second(self, scores: Tensor, view: LayerView, observed: Observed) -> Tensor | None:
         """Scores `[B, H_kv, P]` for a second stage of selection, given those of the first; None for a single stage.
@@ -130,33 +153,6 @@ class Uniform(Allocator):
         return [per_head[:, None].expand(-1, heads).clone() for _ in scores]
 
 
-class Codec(ABC):
-    """In what form kept keys and values are held: named channels whose dim 2 is the slot."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """`[B, H_kv, n, D]` each → channels `[B, H_kv, n, ...]`. Codes once stored are never encoded again."""
-
-    @abstractmethod
-    def decode(self, channels: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Channels → keys and values as attention, scorers and readers see them."""
-
-
-@dataclass(frozen=True)
-class Plain(Codec):
-    """Keys and values as the model made them."""
-
-    name: ClassVar[str] = "plain"
-
-    def encode(self, keys, values):
-        return {"keys": keys, "values": values}
-
-    def decode(self, channels):
-        return channels["keys"], channels["values"]
-
-
 class Reader(ABC):
     """What a single-token decode query attends to."""
 
@@ -201,11 +197,20 @@ class PromptRunner(Protocol):
         """Run `ids [B, n]` on the current cache, whole or in chunks, each compressed when it ends."""
         ...
 
+    def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: Any) -> Prefilled:
+        """Run a prompt whose segments but the last are reused as far as `plan` (`kvcompress.blend.Plan`) says."""
+        ...
+
 
 class Prefill(ABC):
     """How the prompt's KV comes to be."""
 
     name: ClassVar[str]
+    all_queries: ClassVar[bool] = True
+    """False where keys and values are taken from elsewhere, so that their tokens' queries are never made."""
+    needs_segments: ClassVar[bool] = False
+    """True if the prompt's segments say what is reused: then prompts come through `session.prefill`, and one that is
+    given to `model(...)` is refused."""
 
     @abstractmethod
     def run(self, session: PromptRunner, segments: list[Tensor], mask: Tensor | None) -> Prefilled:

@@ -48,13 +48,17 @@ class PassLayer(CompressedLayer):
     def __init__(self, cache: CompressedCache, source: CompressedLayer, row: int, of: Pass):
         super().__init__(cache, source.index)
         self.source, self.row, self.of, self.seen = source, row, of, source.seen
+        self.sealed, self.device, self.dtype = source.sealed, source.device, source.dtype
+        chosen = {name: value[row : row + 1] for name, value in source.codec_state.items()}
+        self.codec_state = chosen
 
     @property
     def length(self) -> int:
         return self.source.length if self.store is None else self.store.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.store = one_row(self.source.held(), self.row)
+        self.store, blocks = one_row(self.source.held(), self.row), self.source.blocks
+        self.blocks = None if blocks is None else blocks.select_rows(torch.tensor([self.row]))
         return super().update(key_states, value_states, *args, **kwargs)
 
     def observe(self, q: Tensor, features: Features, forward: Forward) -> None:
@@ -69,7 +73,7 @@ class PassLayer(CompressedLayer):
         mine.copy_(torch.where(inside[0], torch.maximum(mine, got[0].clamp(min=LEAST)), mine))
         if not isinstance(store, DenseStore):
             store.put("passes", noted)
-        self.store = self.fresh = None
+        self.store = self.fresh = self.blocks = None
 
 
 def one_row(store: Store, row: int) -> Store:
@@ -197,5 +201,6 @@ def _seen_by_row(cache: CompressedCache, row: int, of: Pass) -> CompressedCache:
             reading.layers.append(windowed)
     reading.real = cache.real[chosen]
     reading.columns = None if cache.columns is None else cache.columns[chosen]
-    reading.owner, reading.model = cache.owner, cache.model
+    reading.owner, reading.model, reading.turns = cache.owner, cache.model, cache.turns
+    reading.shift = None if cache.shift is None else cache.shift[chosen]
     return reading

@@ -33,5 +33,9 @@ class ScorerOver(Scorer):
     def observe(self, view: LayerView, observed: Observed, state: State) -> None:
         self.base.observe(view, observed, state)
 
+    @property
+    def observes(self) -> bool:
+        return self.base.observes
+
     def passes(self, ids: Tensor, tokenizer: Any, first: int = 0) -> Iterable[Pass]:
         return self.base.passes(ids, tokenizer, first)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcompress import compat
+from kvcompress import blend, chunks, compat
 from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
 from kvcompress.hooks import Hooks
 from kvcompress.kept import kept as kept_positions
+from kvcompress.kvstore import KVStore, store_of
 from kvcompress.method import Method
-from kvcompress.parts import Prefilled
+from kvcompress.parts import Prefill, Prefilled
 
 if TYPE_CHECKING:
     from kvcompress.shared import SharedPrefill
@@ -38,8 +39,12 @@ class Session(Hooks):
         kernel: str = "auto",
         tokenizer: Any = None,
         shared: SharedPrefill | None = None,
+        store: KVStore | None = None,
     ):
         super().__init__(model, method, kernel, tokenizer)
+        self._store: KVStore | None = None
+        if store is not None:
+            self.store = store
         self.prefill_seconds: float | None = None  # unknown where the model was called, not the session
         self.shared = shared
         self._settings = (kernel, tokenizer)
@@ -49,18 +54,40 @@ class Session(Hooks):
         kernel, tokenizer = self._settings
         return Session(self.model, Method() if full else self.method, kernel, tokenizer)
 
+    @property
+    def store(self) -> KVStore:
+        """Chunks that a prefill reuses: by default in memory, as long as the model lives. Another may be set.
+
+        Raises:
+            ValueError: when set, if it holds chunks of another model.
+        """
+        if self._store is None:
+            self._store = store_of(self.model, "chunks")
+        return self._store
+
+    @store.setter
+    def store(self, store: KVStore) -> None:
+        store.check(self.model)
+        self._store = store
+
     # ------------------------------------------------------------------ explicit phases
 
     @torch.no_grad()
     def prefill(
-        self, ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None = None, cache: CompressedCache | None = None
+        self,
+        ids: Tensor | Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        cache: CompressedCache | None = None,
+        how: Prefill | None = None,
     ) -> Prefilled:
         """Run a prompt and compress when it ends.
 
         Args:
-            ids: LongTensor `[B, n]`, or segments `[B, n_i]` that are concatenated.
+            ids: LongTensor `[B, n]`, or segments `[B, n_i]` that are concatenated. A prefill that reuses chunks takes
+                the first of several for the prefix and the last for the question.
             attention_mask: `[B, n]` of these ids (or `[B, seen + n]`); zeros are padding.
             cache: continue this sequence with a later turn; by default a new sequence starts.
+            how: prefill this prompt in another way than the method does.
 
         Returns:
             the cache, logits `[B, V]` of the last position, and real tokens seen `[B]`.
@@ -78,14 +105,26 @@ class Session(Hooks):
         self.compressor.clock = Clock()
         self.compressor.kernels.clear()
         start = time.perf_counter()
-        if self.shared is not None and self.shared.serves(cache, segments, mask):
+        if how is None and self.shared is not None and self.shared.serves(cache, segments, mask):
             prefilled = self.shared.hand_over(self, cache)
         else:
-            prefilled = self.compressor.parts.prefill.run(self, segments, mask)
+            prefilled = (how or self.compressor.parts.prefill).run(self, segments, mask)
         self._synchronise()
         self.prefill_seconds = time.perf_counter() - start
-        self.compressor.end_of_prompt(cache)
+        self.compressor.end_of_prompt(prefilled.cache)
         return prefilled
+
+    @torch.no_grad()
+    def precompute(self, segments: Sequence[Tensor]) -> int:
+        """Have the chunks of a prompt `[prefix or first chunk, chunk, …, question]` in the store before it is run.
+
+        Returns:
+            how many were not there yet and were prefilled now; 0 where the prefill does not reuse chunks.
+        """
+        self._must_be_open()
+        if not self.compressor.parts.prefill.needs_segments:
+            return 0
+        return chunks.precompute(self, list(segments)[:-1])[1]
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
@@ -101,6 +140,10 @@ class Session(Hooks):
             logits = self._forward("prompt", ids[:, start:stop], part)
         assert logits is not None and cache.real is not None
         return Prefilled(cache, logits, cache.real.clone())
+
+    def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: blend.Plan) -> Prefilled:
+        """Run a prompt whose segments but the last are reused as far as `plan` says."""
+        return blend.prefill(self, segments, mask, plan)
 
     def _streaming_chunk(self, limit: int) -> int:
         """The largest chunk that fits the model's positions beside what is held, for compact positions."""
@@ -309,16 +352,25 @@ class Session(Hooks):
                 "storage": "real",
             },
             "nbytes": held,
-            "active": evicted > 0,
+            "active": evicted > 0
+            or any(layer.sealed for layer in cache.full_layers)
+            or bool(cache.reuse and cache.reuse["tokens_reused"] > 0),
             "evicted": evicted,
             "clamped": cache.clamped,
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self._reuse_notes(cache)],
             "kept_per_layer": kept.double().mean(dim=(1, 2)).tolist(),
             "kernel": "+".join(sorted(self.compressor.kernels)),
             "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},
             "moments": list(cache.moments),
+            **({} if cache.reuse is None else {"reuse": dict(cache.reuse)}),
             **(kept_positions(cache) if kept_map else {}),
         }
+
+    def _reuse_notes(self, cache: CompressedCache) -> list[str]:
+        prefill = self.compressor.parts.prefill
+        if not prefill.needs_segments or cache.reuse is not None:
+            return []
+        return [f"prefill={prefill.name} had nothing to reuse: a prompt of one segment is all question"]
 
 
 def compress(
@@ -327,6 +379,7 @@ def compress(
     kernel: str = "auto",
     tokenizer: Any = None,
     shared: SharedPrefill | None = None,
+    store: KVStore | None = None,
 ) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
 
@@ -336,6 +389,7 @@ def compress(
         tokenizer: for methods that write prompts of their own (KVzip) and schedules that speak of tokens; by default the
             one `load` gave with the model.
         shared: a full prefill made before (`prefill_once`): a prompt of the same ids starts from it.
+        store: of chunks that a prefill reuses; by default one in memory that lives as long as the model.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:
@@ -345,4 +399,4 @@ def compress(
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel, tokenizer, shared)
+    return Session(model, method, kernel, tokenizer, shared, store)

@@ -19,7 +19,7 @@ from kvcompress.compression import Compressor
 from kvcompress.judge import Attended
 from kvcompress.kernels.blockwise import Features
 from kvcompress.layer import CompressedLayer, Forward
-from kvcompress.method import Codec, Method, Needs, Scorer
+from kvcompress.method import Method, Needs, Scorer
 from kvcompress.observed import remember_queries
 from kvcompress.parts import Prefilled
 from kvcompress.session import Session
@@ -43,15 +43,15 @@ def cannot_share(method: Method) -> str | None:
 
 
 def needs_of(method: Method) -> Needs:
-    """What a method's scorer and allocator want to see of a prompt: nothing where no token can be dropped.
+    """What a method's parts want to see of a prompt: scorer and allocator nothing where no token can be dropped.
 
     Raises:
         ValueError: they cannot both be served.
     """
     parts = method.parts()
     if not method.limited or parts.scorer is None:
-        return Needs()
-    return parts.scorer.needs | parts.allocator.needs
+        return parts.codec.needs
+    return parts.scorer.needs | parts.allocator.needs | parts.codec.needs
 
 
 class Recorder(Compressor):
@@ -77,8 +77,8 @@ class Recorder(Compressor):
 
 
 class _Recording(Session):
-    def __init__(self, model: PreTrainedModel, kernel: str, codec: Codec | None, needs: Needs):
-        method = Method(codec=codec)
+    def __init__(self, model: PreTrainedModel, kernel: str, needs: Needs):
+        method = Method()
         super().__init__(model, method, kernel)
         self.compressor: Recorder = Recorder(method, len(self.full_layers), kernel, needs)
 
@@ -132,6 +132,8 @@ class SharedPrefill:
         cache.real = self.cache.real.clone()
         cache.cap = session.method.cap(cache.real) if compressor.limited else None
         cache.forward, cache.broken = forward, True  # until all layers are in
+        if cache.turns is not None:
+            cache.note_shift(forward)
         compressor.kernels |= self.kernels
         at_once = compressor.parts.allocator.scope == "layer"
         for index, base in enumerate(self.cache.layers):
@@ -140,13 +142,14 @@ class SharedPrefill:
                 cache.layers[index] = self.cache.fork_other(index)
                 continue
             layer.borrow(base, compressor.needs.mass)
+            size = compressor.needs.window
+            if size:
+                layer.state["queries"] = base.state["queries"][:, :, -size:].clone()
+                layer.state["query_positions"] = base.state["query_positions"][:, -size:].clone()
             if compressor.limited:
-                size = compressor.needs.window
-                if size:
-                    layer.state["queries"] = base.state["queries"][:, :, -size:].clone()
-                    layer.state["query_positions"] = base.state["query_positions"][:, -size:].clone()
                 compressor.decide(Attended(layer, None, self.features[index], forward, cache))
-            if at_once:
+            if at_once or not compressor.limited:
+                compressor.seal(layer)
                 layer.own()
         compressor.end_of_forward(cache)
         for layer in cache.full_layers:
@@ -158,8 +161,6 @@ class SharedPrefill:
 
     def _check(self, compressor: Compressor) -> None:
         reason = cannot_share(compressor.method)
-        if reason is None and compressor.parts.codec != self.cache.codec:
-            reason = f"codec={compressor.parts.codec.name}, the prefill was held as {self.cache.codec.name}"
         wanted = compressor.needs
         more = wanted.window > self.needs.window or wanted.mass > self.needs.mass
         if reason is None and (more or (wanted.mass and wanted.decay != self.needs.decay)):
@@ -169,7 +170,7 @@ class SharedPrefill:
 
 
 def prefill_once(
-    model: PreTrainedModel, ids: Sequence[int] | Tensor, needs: Needs, kernel: str = "auto", codec: Codec | None = None
+    model: PreTrainedModel, ids: Sequence[int] | Tensor, needs: Needs, kernel: str = "auto"
 ) -> SharedPrefill:
     """Prefill one prompt for several methods.
 
@@ -179,10 +180,9 @@ def prefill_once(
             blockwise kernel runs, whose output differs from SDPA's in the last digits: to get what a method gets
             alone, share only among methods that all want mass or all want none.
         kernel: as in `compress`.
-        codec: in what form the keys and values are held, the same for all methods; default plain.
     """
     prompt = torch.as_tensor(ids, dtype=torch.long).view(1, -1)
-    with _Recording(model, kernel, codec, needs) as session:
+    with _Recording(model, kernel, needs) as session:
         cache = session.prefill(prompt.to(model.device)).cache
         recorder = session.compressor
     forward = recorder.forward or Forward(*_plain_forward(prompt.shape[1]))

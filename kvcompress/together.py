@@ -39,6 +39,8 @@ def cannot_join(method: Method) -> str | None:
         return "it evicts while decoding"
     if not parts.reader.reads_all:
         return f"reader={parts.reader.name} reads a selection"
+    if parts.codec.name != "plain":
+        return f"codec={parts.codec.name} holds tokens in a form of its own"
     return None
 
 
@@ -156,9 +158,9 @@ class Member(Session):
 class Batch:
     """The rows that decode together now, one per member, in a cache of their own."""
 
-    def __init__(self, model: PreTrainedModel, kernel: str, codec: Any, mass: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, kernel: str, mass: bool = False) -> None:
         self.model, self.kernel = model, kernel
-        self.host = Session(model, Method(codec=codec), "blockwise" if mass else kernel)
+        self.host = Session(model, Method(), "blockwise" if mass else kernel)
         self.rows: list[Member | None] = []
         self.cache: CompressedCache | None = None
         self.lives: list[int] = []  # steps that each row took part in
@@ -275,7 +277,7 @@ def decode_together(
     """
     if any(not isinstance(layer, CompressedLayer) for layer in shared.cache.layers):
         raise ValueError("rows can be put together only where every layer is a full-attention layer")
-    batch = Batch(model, kernel, shared.cache.codec, shared.needs.mass)
+    batch = Batch(model, kernel, shared.needs.mass)
     results: list[Any] = [None] * len(jobs)
     members: dict[int, Member] = {}
     for number, (method, _) in enumerate(jobs):

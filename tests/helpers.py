@@ -12,6 +12,9 @@ from torch import Tensor
 from kvcompress.method import Method
 from kvcompress.methods import METHODS
 
+THROUGH_MODEL = sorted(name for name, cls in METHODS.items() if not cls().make_prefill().needs_segments)
+EXACT = [name for name in THROUGH_MODEL if METHODS[name]().parts().codec.name == "plain"]
+CODED = sorted(name for name, cls in METHODS.items() if cls().parts().codec.name != "plain")  # hold another form
 EVICTING = sorted(name for name, cls in METHODS.items() if cls.budget_kind == "held_tokens")
 
 
@@ -23,6 +26,7 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     cls = METHODS[name]
     fields = cls.__dataclass_fields__
     small = {"window": 3, "sinks": 2, "lag": 3, "interval": 3, "recent": 3, "history": 5, "drop": 3, "heads": "random"}
+    small |= {"group": 4, "residual": 8}
     for field, value in small.items():
         if field in fields and field not in options and (field != "interval" or fields[field].default is not None):
             options[field] = value
@@ -32,7 +36,8 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
 def as_published(name: str, budget: float | int) -> Method:
     """A method with its own settings, but for what is measured once per model: small models have no data."""
     cls = METHODS[name]
-    return cls(budget=budget, **({"heads": "random"} if "heads" in cls.__dataclass_fields__ else {}))
+    narrow = {"heads": "random", "group": 16}  # heads of small models have 16 numbers
+    return cls(budget=budget, **{name: value for name, value in narrow.items() if name in cls.__dataclass_fields__})
 
 
 def grows(method: Method) -> bool:

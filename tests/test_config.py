@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from helpers import CODED
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 import kvcompress.conf
 from kvcompress import config
 from kvcompress.method import Chunked, Uniform
+from kvcompress.methods import METHODS
 from kvcompress.tasks import TASKS
 
 FOLDER = Path(kvcompress.conf.__file__).resolve().parent
@@ -78,6 +80,22 @@ def test_parts_replace_the_methods_own_only_where_chosen():
         cell("method=h2o", "budget=0.5", "allocator=uniform", "prefill=chunked", "prefill.chunk=64")
     )
     assert method.allocator == Uniform() and method.prefill == Chunked(64)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_method_that_only_says_how_tokens_are_held_is_a_codec_of_that_name(name):
+    """`codec=NAME` has the settings of `method=NAME`, but for presets; defaults agree."""
+    own = METHODS[name]().as_codec()
+    assert own.name in config.options("codec", FOLDER) and own.name == name.lower()
+    method = config.build_method(cell("method=snapkv", "budget=0.25", f"codec={own.name}"))
+    assert method == METHODS["SnapKV"](budget=0.25, codec=METHODS[name]()) and method.parts().codec == own
+
+
+def test_a_codecs_settings_are_its_own_fields():
+    method = config.build_method(cell("method=snapkv", "budget=0.25", "codec=kivi", "codec.bits=4"))
+    assert method.parts().codec.bits == 4 and config.build_method(cell("method=kivi", "method.bits=4")).bits == 4
+    with pytest.raises(ValueError, match="bits=3; valid: 2, 4, 8"):
+        config.build_method(cell("method=snapkv", "codec=kivi", "codec.bits=3"))
 
 
 def test_int_and_float_budgets_keep_their_type():

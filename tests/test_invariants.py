@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, all_held, as_published, feed, grows, make
+from helpers import CODED, EVICTING, all_held, as_published, feed, grows, make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress, compression
-from kvcompress.method import Schedule
+from kvcompress.method import Chunked, OneShot, Schedule
 from kvcompress.methods import H2O, METHODS, TOVA, SnapKV, StreamingLLM
 
 MODEL = small_model(num_hidden_layers=2)
@@ -280,3 +280,82 @@ def test_random_is_seeded():
     assert run() == run()
     if "seed" in fields:
         assert run(seed=1) != run(seed=2)
+
+
+def quantised():
+    """Each method that holds tokens in another form, as codecs of others take it."""
+    return {name: make(name, 1.0).as_codec() for name in CODED}
+
+
+@pytest.mark.parametrize("codec", CODED)
+@quick
+@given(rows=lengths, steps=st.integers(0, 9), seed=st.integers(0, 5))
+def test_a_codec_leaves_the_prompt_exact_and_every_token_held(codec, rows, steps, seed):
+    """Prompt logits are the full model's; every token is held, in order; what is decoded lies near what was coded."""
+    ids, mask = left_padded(rows, seed)
+    tokens = random_ids(len(rows), steps + 1, seed)
+    with compress(MODEL, METHODS["Full"]()) as session:
+        expected = session.prefill(ids, attention_mask=mask).logits
+        for t in range(steps):
+            session.step(tokens[:, t : t + 1])
+        exact = session.cache.keys_values(0)
+    with compress(MODEL, make(codec, 1.0)) as session:
+        assert (session.prefill(ids, attention_mask=mask).logits - expected).abs().max() <= 1e-5
+        for t in range(steps):
+            assert session.step(tokens[:, t : t + 1]).isfinite().all()
+        assert all_held(session)[0] == [[list(range(real + steps))] * 2 for real in rows]
+        held = session.cache.positions(0) >= 0
+        for near, far in zip(session.cache.keys_values(0), exact, strict=True):
+            assert near.shape == far.shape
+            assert (near - far)[held].norm() <= 0.7 * far[held].norm()
+
+
+@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_codec_changes_nothing_of_what_a_prompt_keeps(name, codec):
+    """Scorers see exact keys and values: the same tokens, batched and left-padded; decode and later turns go on."""
+    ids, mask = left_padded([26, 11])
+    options = {"positions": "original"} if "positions" in METHODS[name].__dataclass_fields__ else {}
+    method = make(name, 0.5, schedule=Schedule(), prefill=OneShot(), **options)
+    with compress(MODEL, method) as session:
+        session.prefill(ids, attention_mask=mask)
+        expected, plain = all_held(session), session.cache.nbytes()
+    with compress(MODEL, method.replace(codec=quantised()[codec])) as session:
+        session.prefill(ids, attention_mask=mask)
+        assert all_held(session) == expected and session.cache.nbytes()["full"] == plain["full"]
+        kept = session.cache.kept_tokens()
+        assert session.generate(3).tokens and session.append(random_ids(2, 4)).isfinite().all()
+        assert torch.equal(session.cache.kept_tokens(), kept + 2 + 5)
+        assert session.prefill(random_ids(2, 6), cache=session.cache).logits.isfinite().all()
+        assert session.cache.kept_tokens().min() >= 1 and session.generate(2).tokens
+
+
+@pytest.mark.parametrize("codec", CODED)
+def test_a_prompt_in_chunks_goes_on_over_codes(codec):
+    """Later chunks attend to codes and to themselves, and the cap holds after each."""
+    ids, mask = left_padded([40, 23])
+    with compress(MODEL, SnapKV(budget=12, window=3, prefill=Chunked(chunk=10), codec=quantised()[codec])) as session:
+        assert session.prefill(ids, attention_mask=mask).logits.isfinite().all()
+        held = session.cache.kept_tokens()
+        assert held.max() <= 12 and held.min() > 12 - 4
+        assert session.generate(4).tokens
+
+
+@pytest.mark.parametrize("codec", CODED)
+def test_codes_of_a_batch_row_are_what_the_row_gets_alone(codec):
+    """Bit for bit in the first layer, after a prompt and some steps, whatever its neighbours and its padding."""
+    rows, steps = [22, 9, 15], 4
+    ids, mask = left_padded(rows)
+    tokens = random_ids(3, steps)
+    with compress(MODEL, make(codec, 1.0)) as session:
+        session.prefill(ids, attention_mask=mask)
+        for t in range(steps):
+            session.step(tokens[:, t : t + 1])
+        together = session.cache.keys_values(0)
+    for b, length in enumerate(rows):
+        with compress(MODEL, make(codec, 1.0)) as session:
+            session.prefill(ids[b : b + 1, -length:])
+            for t in range(steps):
+                session.step(tokens[b : b + 1, t : t + 1])
+            for mine, theirs in zip(session.cache.keys_values(0), together, strict=True):
+                assert (mine[0] - theirs[b, :, -length - steps :]).abs().max() <= 1e-5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import EVICTING, all_held, feed, fingerprint, make
+from helpers import EVICTING, THROUGH_MODEL, all_held, feed, fingerprint, make
 from reference import stock_logits
 from small_models import left_padded, random_ids, small_model
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -66,7 +66,8 @@ def test_after_the_block_the_model_is_the_stock_model(name, implementation):
     with compress(model, make(name, 0.5)) as session:
         session.prefill(ids, attention_mask=mask)
         session.generate(3)
-        model.generate(ids, attention_mask=mask, max_new_tokens=3)
+        if name in THROUGH_MODEL:
+            model.generate(ids, attention_mask=mask, max_new_tokens=3)
     assert anatomy(model) == before
     assert torch.equal(stock_logits(model, ids, mask), logits)
     assert "generate" not in vars(model) and "forward" not in vars(model)

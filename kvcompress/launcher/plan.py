@@ -11,7 +11,7 @@ from typing import Any
 from kvcompress import record
 from kvcompress.launcher.cell import Cell, model_key, pair_id
 from kvcompress.launcher.lock import locked
-from kvcompress.method import Codec, Needs
+from kvcompress.method import Needs
 from kvcompress.shared import cannot_share, needs_of
 
 LAYOUT = 1  # of a sweep's folder
@@ -43,10 +43,6 @@ class Group:
                 needs |= needs_of(cell.method)
         return needs
 
-    @property
-    def codec(self) -> Codec:
-        return self.cells[0].method.parts().codec
-
 
 def alone_because(cell: Cell) -> str:
     """Why a cell cannot share its prefill; empty if it can."""
@@ -63,7 +59,7 @@ def alone_because(cell: Cell) -> str:
 def group_cells(cells: Iterable[Cell], share: bool = True) -> list[Group]:
     """Groups in order of their first cell, those of one model next to each other.
 
-    Cells share if they agree on model, task, seed, dtype, kernel and form of the cache, and on whether attention mass
+    Cells share if they agree on model, task, seed, dtype, kernel, and on whether attention mass
     is summed up and how: that takes another attention kernel, whose output differs in the last digits. A cell that is finished
     counts as a member, so that how the others are run does not depend on when a sweep was interrupted.
     """
@@ -75,7 +71,7 @@ def group_cells(cells: Iterable[Cell], share: bool = True) -> list[Group]:
             needs, blockwise = needs_of(cell.method), cell.config.kernel == "blockwise"
             mass = (needs.mass or blockwise, needs.decay if needs.mass else None if not blockwise else 1.0)
             where = str(cell.folder.path.parent), model_key(cell.config)
-            key = (pair_id(cell.identity), *where, mass, repr(cell.method.parts().codec))
+            key = (pair_id(cell.identity), *where, mass)
         groups.setdefault(key, Group(reason=reason)).cells.append(cell)
     for group in groups.values():
         if group.shared and len(group.cells) == 1:

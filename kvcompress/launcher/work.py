@@ -152,7 +152,7 @@ class Worker:
         ids = [token for segment in sample.segments for token in segment]
         try:
             kernel = str(group.cells[0].config.kernel)
-            return prefill_once(loaded.model, ids, group.needs, kernel, group.codec)
+            return prefill_once(loaded.model, ids, group.needs, kernel)
         except Exception as fault:
             text = f"{sample.id}: no shared prefill ({type(fault).__name__}: {fault}); its cells run their own"
             self.console.print(text, style="yellow", highlight=False, markup=False)

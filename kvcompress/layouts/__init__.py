@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcompress.layouts.blocks import Blocks
 from kvcompress.layouts.dense import DenseStore, gather_slots
 from kvcompress.layouts.ragged import RaggedStore
 from kvcompress.layouts.ranked import RankedStore
@@ -16,7 +17,7 @@ Store = DenseStore | RaggedStore
 # under 1.25 times what is valid.
 DENSE_WASTE = 1.1
 
-__all__ = ["DenseStore", "RaggedStore", "RankedStore", "Store", "joined", "keep_slots"]
+__all__ = ["Blocks", "DenseStore", "RaggedStore", "RankedStore", "Store", "joined", "keep_slots"]
 
 
 def joined(stores: Sequence[Store], leave_out: Sequence[str] = ()) -> RaggedStore:

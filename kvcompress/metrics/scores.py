@@ -182,7 +182,7 @@ JOINT: dict[str, Callable[[str, Sequence[str]], float]] = {
 }
 # Why a published metric may deny a right answer its full score, or give an empty one some.
 MISSES: dict[str, str] = {
-    **dict.fromkeys(("qa_f1", "qa_f1_zh", "exact_match"), "articles and punctuation do not count"),
+    **dict.fromkeys(("qa_f1", "qa_f1_tokens", "qa_f1_zh", "exact_match"), "articles and punctuation do not count"),
     **dict.fromkeys(("rouge_l", "rouge_l_zh"), "texts without a word, and sentences of a thousand, cannot be scored"),
     "rouge1": "texts without a word cannot be scored",
     "code_sim": "lines with a comment or code mark are passed over",

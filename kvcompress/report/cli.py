@@ -19,6 +19,9 @@ from kvcompress.report.heatmap import draw
 from kvcompress.report.others import markdown as markdown_others
 from kvcompress.report.others import relevant, show
 from kvcompress.report.page import write_page
+from kvcompress.report.reuse import draw_reuse
+from kvcompress.report.reuse import markdown as markdown_reuse
+from kvcompress.report.reuse import show as show_reuse
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
 
@@ -73,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if foreign:
         records = [record | {"origin": "measured"} for record in records] + foreign
     page = markdown(groups) + ("\n" if groups and beside else "") + markdown_others(beside)
+    reused = markdown_reuse(entry.record for entry in found.entries)
+    page += f"\n{reused}" if reused else ""
     for target, text in ((options.markdown, page), (options.csv, to_csv(records))):
         if target is None:
             continue
@@ -87,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sweep in sorted({entry.sweep for entry in found.entries}):
             notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
             leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], terminal())
+        show_reuse((entry.record for entry in found.entries), terminal())
         show(beside, terminal())
     if options.png is not None:
         pairs: dict[tuple[str, str], list[Entry]] = {}
@@ -99,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = path.with_name(f"{path.stem}-speed.png")
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
-        for path in draw_all(found.entries, options.png, beside) + draw_fronts(found.entries, options.png):
+        figures = draw_all(found.entries, options.png, beside) + draw_fronts(found.entries, options.png)
+        for path in figures + draw_reuse(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
         written = write_page(found, options.html, foreign, from_hydra())

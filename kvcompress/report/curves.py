@@ -79,7 +79,7 @@ def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = 
         groups = models.setdefault((entry.sweep, str(record["model"])), {})
         groups.setdefault(str(record.get("protocol.pair")), []).append(record)
     for (sweep, model), groups in sorted(models.items()):
-        usable = [group for group in groups.values() if any(len(one.records) > 1 for one in series(group))]
+        usable = [group for group in groups.values() if any(map(varied, series(group)))]
         stem = f"{sweep}-{model.replace('/', '_')}"
         heading = f"{sweep}: {model}"
         panels = sorted((by_budget(group, others) for group in usable), key=lambda panel: (panel.log_y, panel.title))
@@ -92,6 +92,11 @@ def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = 
             if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):
                 written += save(_by_position(group, f"{heading} · {about(group)}"), folder / f"{name}-position")
     return written
+
+
+def varied(one: Series) -> bool:
+    """True if a method was run with two budgets or more, or held different shares of the cache."""
+    return len({(record["budget"], round(record.get("kv.ratio") or 0.0, 3)) for record in one.records}) > 1
 
 
 def about(group: Sequence[Record]) -> str:

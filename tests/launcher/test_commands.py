@@ -377,7 +377,7 @@ def test_presets_are_what_their_names_say():
         name for name in config.options("task", config.folder()) if "longbench/" in name
     ]
     with config.composing() as compose:
-        assert compose(["experiment=rag", "task=longbench/musique"]).task.question == "hidden"
+        assert compose(["experiment=documents", "task=longbench/musique"]).task.question == "hidden"
         small = compose(["experiment=longbench_small", "task=longbench/lcc"])
         assert small.limit == 5 and small.task.max_length == 2000
 

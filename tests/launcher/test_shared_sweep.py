@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sweeps import ALONE, SHARED, cell, cells, left, sweep
+from sweeps import ALONE, SHARED, TOGETHER, cell, cells, left, sweep
 
 from kvcompress import record
 from kvcompress.launcher import work
@@ -111,3 +111,45 @@ def test_one_cell_more_of_a_finished_sweep_runs_as_it_would_have_among_the_other
     outcomes, _ = sweep(cells(tmp_path, "snapkv", "0.5,0.2,0.1"))
     assert [outcome.status for outcome in outcomes] == ["done", "done", "ok"]
     assert outcomes[-1].record["protocol.shared"] is True
+
+
+def test_cells_with_codecs_share_a_plain_prefill_and_encode_after_the_fork(tmp_path, monkeypatch):
+    """Records equal those of cells run alone, but for how they decoded; why these decode apart is in the record."""
+    made = []
+    stock = work.prefill_once
+    monkeypatch.setattr(work, "prefill_once", lambda *a: made.append(a) or stock(*a))
+    runs = {}
+    for folder, options in (("alone", ALONE), ("together", TOGETHER)):
+        configs = [
+            *cells(tmp_path / folder, "full,kivi,int8,turboquant", "0.5"),
+            *cells(tmp_path / folder, "snapkv,adakv", "0.25", "codec=kivi", "codec.group=16", "codec.residual=16"),
+            *cells(tmp_path / folder, "snapkv", "0.25"),
+        ]
+        for config in configs[1:2]:
+            config.method.group = 16
+        outcomes, text = sweep(configs, options)
+        assert {o.status for o in outcomes} == {"ok"}, text
+        runs[folder] = {(o.method, o.record["parts.codec"]): o.record for o in outcomes}
+    assert len(made) == 2  # samples
+    for name, record_alone in runs["alone"].items():
+        shared = runs["together"][name]
+        assert shared["protocol.shared"] is True and record_alone["protocol.shared"] is False
+        for key in (
+            "score",
+            "kv.bytes_held",
+            "kv.ratio",
+            "kv.kept_tokens_mean",
+            "kv.read_bytes_per_token",
+            "share_inactive",
+        ):
+            assert shared[key] == record_alone[key], (name, key)
+        if name[1] != "plain":
+            assert f"codec={name[1]}" in str(shared["protocol.decoding_why"])
+            assert shared["kv.ratio"] < (0.6 if name[0] in ("kivi", "int8", "turboquant") else 0.25)
+
+
+def test_a_schedule_that_a_codec_cannot_follow_drops_the_cell_and_names_the_way_out(tmp_path):
+    outcomes, _ = sweep(cells(tmp_path, "h2o,snapkv", "0.25", "codec=kivi", "codec.group=16", "codec.residual=16"))
+    by_method = {o.method: o for o in outcomes}
+    assert by_method["h2o"].status == "dropped" and "schedule=prompt" in by_method["h2o"].note
+    assert by_method["snapkv"].status == "ok"
