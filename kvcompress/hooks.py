@@ -32,6 +32,7 @@ class Hooks:
         ValueError: for a model that cannot be supported, by name, before any work.
         """
         compat.check_model(model)
+        self._settings = (kernel, tokenizer)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
         method = method.ready(model)
@@ -64,6 +65,10 @@ class Hooks:
         self._undo: list[Any] = []
         self._open = False
         self._turns: list[compat.Rotation] | None = None  # how keys are turned back, where the codec wants to
+
+    def again(self, full: bool = False) -> Self:
+        """Another session of the same model, method and kernel, not open yet; `full`: one that compresses nothing."""
+        return type(self)(self.model, Method() if full else self.method, *self._settings)
 
     # ------------------------------------------------------------------ attaching
 

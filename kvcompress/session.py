@@ -47,12 +47,6 @@ class Session(Hooks):
             self.store = store
         self.prefill_seconds: float | None = None  # unknown where the model was called, not the session
         self.shared = shared
-        self._settings = (kernel, tokenizer)
-
-    def again(self, full: bool = False) -> Session:
-        """Another session of the same model, method and kernel, not open yet; `full`: one that compresses nothing."""
-        kernel, tokenizer = self._settings
-        return Session(self.model, Method() if full else self.method, kernel, tokenizer)
 
     @property
     def store(self) -> KVStore:
