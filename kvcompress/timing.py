@@ -37,7 +37,7 @@ class Laps:
         if not self._events:
             synchronize(self.device)
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         self._events.append(event)
 
     def seconds(self) -> list[float]:

@@ -21,6 +21,7 @@ class SlowDevice:
         self.took: list[float] = []
         threading.Thread(target=self._work, daemon=True).start()
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.jobs.join())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
 
     def _work(self) -> None:
@@ -48,7 +49,7 @@ class Event:
     def _note(self) -> None:
         self.at = time.perf_counter()
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.device.jobs.put(self._note)
 
     def synchronize(self) -> None:
