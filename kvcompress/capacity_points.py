@@ -11,7 +11,7 @@ import torch
 
 from kvcompress import footprint
 from kvcompress.capacity import Costs, simulate
-from kvcompress.latency import FULL, OURS, batch_ids, request
+from kvcompress.latency import FULL, OURS, again, batch_ids, request
 from kvcompress.machine import release
 from kvcompress.measure import synchronize, timed
 from kvcompress.timing import Laps, in_turn, ratio
@@ -72,7 +72,7 @@ def rounds(
 
     def side(full: bool) -> Callable[[], Points]:
         def run() -> Points:
-            with session.again(full=full) as opened:
+            with again(session, full) as opened:
                 return points(opened, ids, output, batches, check)
 
         return run
@@ -89,7 +89,7 @@ def costs(found: Sequence[Points], prefill_bytes: int, weights: int) -> Costs:
 
 def prefill_bytes(session: Any, ids: Sequence[int], full: bool) -> int:
     """What one prompt needs at its highest above the weights."""
-    with session.again(full=full) as opened:
+    with again(session, full) as opened:
         found, *_ = footprint.footprint(opened, batch_ids(ids, 1, opened.model.device), 2)
     return found.prefill_growth
 

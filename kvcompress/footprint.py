@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcompress.latency import Shape, batch_ids
+from kvcompress.latency import Shape, again, batch_ids
 from kvcompress.machine import exact_heap, is_oom, memory_now, release
 from kvcompress.measure import PeakMemory, synchronize, trim
 
@@ -188,7 +188,7 @@ class Needs:
         self.runs += 1
         device = self.session.model.device
         try:
-            with self.session.again() as opened:
+            with again(self.session) as opened:
                 opened.prefill(torch.tensor([list(self.ids[:WARM])], device=device))
                 opened.cache = None
                 release()

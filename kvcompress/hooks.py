@@ -17,8 +17,10 @@ from kvcompress import (
     passes,
 )
 from kvcompress.cache import CompressedCache
+from kvcompress.codec import Codec, GroupedCodec
 from kvcompress.compression import Compressor
-from kvcompress.layer import CompressedLayer, Forward, Fusing
+from kvcompress.forward import Forward, Fusing
+from kvcompress.layer import CompressedLayer
 from kvcompress.method import Method
 
 Tensor = torch.Tensor
@@ -32,7 +34,6 @@ class Hooks:
         ValueError: for a model that cannot be supported, by name, before any work.
         """
         compat.check_model(model)
-        self._settings = (kernel, tokenizer)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
         method = method.ready(model)
@@ -47,6 +48,13 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
+        codec = self.compressor.parts.codec
+        changes = codec.needs_rotation or type(codec).query is not Codec.query or isinstance(codec, GroupedCodec)
+        if compat.holds_latents(model) and changes:
+            raise ValueError(
+                f"codec={codec.name} has a way of its own to read keys, and {model.config.model_type!r} holds latents: "
+                "take codec=plain, or one that codes token by token, such as int8"
+            )
         if self.compressor.needs.extra_passes and self.tokenizer is None:
             raise ValueError(
                 f"{type(method).__name__} writes prompts of its own and needs the model's tokenizer: "
@@ -65,10 +73,6 @@ class Hooks:
         self._undo: list[Any] = []
         self._open = False
         self._turns: list[compat.Rotation] | None = None  # how keys are turned back, where the codec wants to
-
-    def again(self, full: bool = False) -> Self:
-        """Another session of the same model, method and kernel, not open yet; `full`: one that compresses nothing."""
-        return type(self)(self.model, Method() if full else self.method, *self._settings)
 
     # ------------------------------------------------------------------ attaching
 
@@ -163,6 +167,7 @@ class Hooks:
         cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
         cache.layers[:] = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
         cache.owner, cache.model, cache.turns = compressor, weakref.ref(self.model), self._turns
+        cache.latents = compat.holds_latents(self.model)
         return cache
 
     def _before_forward(

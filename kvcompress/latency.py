@@ -19,6 +19,8 @@ from kvcompress import machine
 from kvcompress.haystack import Encoder, built_in_prose
 from kvcompress.machine import is_oom, release
 from kvcompress.measure import synchronize
+from kvcompress.method import Method
+from kvcompress.session import Session, compress
 from kvcompress.timing import Laps, Spread, by_place, in_turn, quarters, ratio, slope
 
 Tensor = torch.Tensor
@@ -74,6 +76,12 @@ def batch_ids(ids: Sequence[int], batch: int, device: machine.Device = "cpu") ->
     """`[batch, n]`: the prompt, and the same turned on by a part of it in each further row."""
     row = torch.tensor(ids, dtype=torch.long)
     return torch.stack([row.roll(-(number * len(ids)) // batch) for number in range(batch)]).to(device)
+
+
+def again(session: Session, full: bool = False) -> Session:
+    """Another session of the same model, method and kernel, not open yet; `full`: one that compresses nothing."""
+    kernel = "blockwise" if session.compressor.blockwise else "auto"
+    return compress(session.model, Method() if full else session.method, kernel, session.tokenizer)
 
 
 @dataclass
@@ -145,7 +153,7 @@ def runs(session: Any, ids: Sequence[int], shape: Shape, aa: bool = False) -> di
     """A request of the method of an unopened session, of the full cache, and of that once more where A/A is wanted."""
 
     def one(full: bool) -> Request:
-        with session.again(full=full) as opened:
+        with again(session, full) as opened:
             prompts = batch_ids(ids, shape.batch, opened.model.device)
             return request(opened, prompts, shape.output, looks=True)  # both: what looking leaves behind is the same
 
@@ -223,7 +231,7 @@ def out_of_memory(session: Any, ids: Sequence[int], shape: Shape, fault: BaseExc
 def works(session: Any, ids: Sequence[int], shape: Shape, full: bool) -> bool:
     """True if memory does for one request of a smaller shape."""
     try:
-        with session.again(full=full) as opened:
+        with again(session, full) as opened:
             request(opened, batch_ids(ids[: shape.prompt], shape.batch, opened.model.device), shape.output)
     except Exception as fault:
         if not is_oom(fault):

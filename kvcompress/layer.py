@@ -4,89 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from kvcompress.codec import Codec, GroupedCodec, Plain, Slots, overwritten
 from kvcompress.compat import CacheLayerMixin, Rotation
+from kvcompress.forward import Forward
 from kvcompress.layouts import Blocks, DenseStore, RaggedStore, RankedStore, Store, joined, keep_slots
-from kvcompress.view import Pass, State
+from kvcompress.view import State
 
 Tensor = torch.Tensor
 
 BESIDE = ("positions", "mass", "score", "passes")  # channels that are not the codec's
-
-
-class Fusing(Protocol):
-    """What a layer asks of a forward that computes some of its tokens and reuses the others (`kvcompress.blend`)."""
-
-    def fuse(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[1, H_kv, T, D]` of the whole prompt, from those of the tokens that were computed."""
-        ...
-
-    def asked(self, q: Tensor) -> Tensor:
-        """Those of the computed queries `[1, H, m, D]` that attend in this layer."""
-        ...
-
-    def narrowed(self, forward: Forward) -> Forward:
-        """The forward as these queries see it: their positions."""
-        ...
-
-    def widened(self, output: Tensor) -> Tensor:
-        """Their output `[1, n, ...]` among zeros for the others, `[1, m, ...]`."""
-        ...
-
-
-@dataclass
-class Forward:
-    """One forward through the model, as the cache's layers see it.
-
-    Attributes:
-        phase: "prompt" (compress when it ends), "append" (attend and store), "decode", or "pass" (observe, not store).
-        length: new columns.
-        real: bool `[B, length]` on the CPU, None if every new column is a real token.
-        positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
-        added: LongTensor `[B]` on the CPU, real tokens per row.
-        rotated: `[B or 1, length]`, the position ids by which the model rotates.
-        passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
-        fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
-        fusion: what a prefill that reuses chunks puts in place of a layer's new keys and values; None where all is new.
-    """
-
-    phase: str
-    length: int
-    real: Tensor | None
-    positions: Tensor
-    added: Tensor
-    rotated: Tensor
-    passes: list[tuple[int, Pass]] = field(default_factory=list)
-    deferred: dict[int, Any] = field(default_factory=dict)
-    fires: Tensor | None = None
-    fusion: Fusing | None = None
-    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
-
-    def on(self, name: str, device: torch.device) -> Tensor:
-        """`positions`, `real` or `rotated` on a device, moved once per forward."""
-        key = (name, device)
-        if key not in self._moved:
-            self._moved[key] = getattr(self, name).to(device)
-        return self._moved[key]
-
-    def weights(self, decay: float, device: torch.device) -> Tensor | None:
-        """What each new query's attention counts: decay^(real queries of its row after it), 0 for padding.
-
-        Float32 `[B or 1, n]`, or None where each counts 1.
-        """
-        if self.real is None and decay == 1.0:
-            return None
-        key = (f"weights {decay}", device)
-        if key not in self._moved:
-            age = self.positions.amax(1, keepdim=True) - self.positions
-            weights = (decay ** age.double()).masked_fill(self.positions < 0, 0.0)
-            self._moved[key] = weights.float().to(device)
-        return self._moved[key]
 
 
 class Holder(Protocol):
@@ -99,6 +29,7 @@ class Holder(Protocol):
     real: Tensor | None
     owner: Any
     turns: list[Rotation] | None
+    latents: bool
     shift: Tensor | None
 
     def rotation(self, layer: int) -> Rotation | None: ...
@@ -181,14 +112,16 @@ class CompressedLayer(CacheLayerMixin):
         self.fresh = None
         if not self.sealed and isinstance(self.store, DenseStore) and rotation is None:
             # views of the buffer, so that the caller's own tensors can be freed
-            self.fresh = self.store.get("keys"), self.store.get("values")
-            return self.fresh
+            held = self.store.get("keys"), self.store.get("values")
+            self.fresh = self._attended(*held)
+            return (key_states, value_states) if cache.latents else held
         if (
-            self.sealed and self.blocks is None and forward.phase == "prompt"
+            self.sealed and self.blocks is None and forward.phase == "prompt" and not self.absorbed
         ):  # which attends to its own tokens as they are
             real, ragged = forward.real, not isinstance(self.store, DenseStore)
             keys, values = self.keys_values()
-            self.fresh = overwritten(keys, key_states, real, ragged), overwritten(values, value_states, real, ragged)
+            new_keys, new_values = self._attended(key_states, value_states)
+            self.fresh = overwritten(keys, new_keys, real, ragged), overwritten(values, new_values, real, ragged)
         return key_states, value_states
 
     @staticmethod
@@ -268,10 +201,20 @@ class CompressedLayer(CacheLayerMixin):
             return self.blocks.keys_values(store.get("positions"))
         channels = {name: store.get(name) for name in self.coded()}
         if self.sealed:
-            return cache.codec.decode(channels, self.slots())
-        keys, values = channels["keys"], channels["values"]
+            return self._attended(*cache.codec.decode(channels, self.slots()))
+        keys, values = self._attended(channels["keys"], channels["values"])
         rotation = cache.rotation(self.index)
         return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
+
+    def _attended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as attention uses them, from what the model gave: of latents `[..., d_c]` and rotated keys
+        `[..., d_r]` (MLA), both of them and the latents."""
+        return (torch.cat([keys, values], dim=-1), keys) if self.holder().latents else (keys, values)
+
+    @property
+    def absorbed(self) -> bool:
+        """True if all queries are multiplied with what the codec holds, in its own terms."""
+        return self.sealed and self.holder().codec.absorbed
 
     def coded(self) -> list[str]:
         """Names of the channels that hold keys and values."""
@@ -347,7 +290,8 @@ class CompressedLayer(CacheLayerMixin):
                 rotated = rotated + shift[owners // self.held().heads][None, :, None]
         rotation = None if cache.turns is None else cache.turns[self.index]
         heads = self.held().heads if heads is None else heads
-        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation)
+        taken = positions >= 0
+        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation, taken)
 
     def read(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A single query `[B, H, 1, D]`, and the keys and values that it attends to, in the codec's own terms."""
@@ -355,7 +299,7 @@ class CompressedLayer(CacheLayerMixin):
             return q, *self.keys_values()
         store, codec = self.held(), self.holder().codec
         keys, values = codec.read({name: store.get(name) for name in self.coded()}, self.slots())
-        return codec.query(q, self._query_slots()), keys, values
+        return codec.query(q, self._query_slots()), *self._attended(keys, values)
 
     def read_lanes(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same for what lies in lanes: keys and values `[lanes, slots, ...]`."""
@@ -363,10 +307,10 @@ class CompressedLayer(CacheLayerMixin):
         assert isinstance(store, RaggedStore)
         channels = {name: store.in_lanes(name) for name in self.coded()}
         if not self.sealed:
-            return q, channels["keys"], channels["values"]
+            return q, *self._attended(channels["keys"], channels["values"])
         slots = self._told(store.in_lanes("positions")[None], owners=store.owners())
         keys, values = codec.read({name: value[None] for name, value in channels.items()}, slots)
-        return codec.query(q, self._query_slots()), keys[0], values[0]
+        return codec.query(q, self._query_slots()), *self._attended(keys[0], values[0])
 
     def expand(self, output: Tensor) -> Tensor:
         """What a single query's weighted sum of the values of `read` stands for, `[B, H, 1, D_v]`."""
@@ -534,47 +478,3 @@ class CompressedLayer(CacheLayerMixin):
 def row_index(indices: Tensor) -> Tensor:
     """Batch rows as numbers, from numbers or from a bool per row."""
     return indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-
-
-def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
-    """Bytes of one layer by kind, from the storages its tensors live in."""
-    store = layer.held()
-    counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys([*"keys_values codes scales residual positions scores index allocated full".split()], 0)
-    if layer.blocks is not None:
-        for _, _, unit in layer.blocks.each():
-            for kind, value, held in unit.tensors():
-                found[kind] += held
-                found["keys_values"] += held
-                found["allocated"] += storage_bytes(value)
-    for name, value in store.channels.items():
-        allocated = storage_bytes(value)
-        if name in BESIDE and name != "positions":
-            found["scores"] += allocated
-            continue
-        found["allocated"] += allocated
-        if isinstance(store, RaggedStore):
-            slots, width = int(counts.sum()), value[:1].numel() if value.dim() > 1 else 1
-        elif value.shape[1] == heads:
-            slots, width = int(counts.sum()), value[0, 0, :1].numel()
-        else:  # shared by all heads
-            slots, width = int(counts[:, 0].sum()), value[0, 0, :1].numel()
-        held = slots * width * value.element_size()
-        found["positions" if name == "positions" else "keys_values"] += held
-        if layer.sealed and name != "positions":
-            found["scales" if name in layer.holder().codec.scales else "codes"] += held
-    found["scores"] += sum(storage_bytes(t) for t in layer.state.values())
-    beside = sum(storage_bytes(t) for t in layer.codec_state.values())
-    found["keys_values"] += beside
-    found["codes"] += beside
-    found["allocated"] += beside
-    if layer.steady is not None:
-        found["index"] += storage_bytes(layer.steady.blocked)
-    if real is not None:
-        found["full"] = int(real.sum()) * layer.full_width
-    return found
-
-
-def storage_bytes(tensor: Tensor) -> int:
-    """Bytes of the storage a tensor lives in, whether it fills it or not."""
-    return tensor.untyped_storage().nbytes()

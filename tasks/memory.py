@@ -100,7 +100,7 @@ class Memory(Task):
         out |= {"compressed": None, "end": None}
         for name in (FULL, OURS) if self.compare else (OURS,):
             try:
-                with session.again(full=name == FULL) as opened:
+                with latency.again(session, full=name == FULL) as opened:
                     prompts = latency.batch_ids(ids, shape.batch, opened.model.device)
                     found, compressed, end, tokens = footprint.footprint(opened, prompts, shape.output)
             except Exception as fault:

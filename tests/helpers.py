@@ -26,7 +26,7 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     cls = METHODS[name]
     fields = cls.__dataclass_fields__
     small = {"window": 3, "sinks": 2, "lag": 3, "interval": 3, "recent": 3, "history": 5, "drop": 3, "heads": "random"}
-    small |= {"group": 4, "residual": 8}
+    small |= {"group": 4, "residual": 8, "tokens": 128, "length": 32}
     for field, value in small.items():
         if field in fields and field not in options and (field != "interval" or fields[field].default is not None):
             options[field] = value
@@ -36,7 +36,7 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
 def as_published(name: str, budget: float | int) -> Method:
     """A method with its own settings, but for what is measured once per model: small models have no data."""
     cls = METHODS[name]
-    narrow = {"heads": "random", "group": 16}  # heads of small models have 16 numbers
+    narrow = {"heads": "random", "group": 16, "tokens": 128, "length": 32}  # heads of small models have 16 numbers
     return cls(budget=budget, **{name: value for name, value in narrow.items() if name in cls.__dataclass_fields__})
 
 

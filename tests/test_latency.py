@@ -15,7 +15,7 @@ from small_models import small_model
 
 import kvcompress.conf
 from kvcompress import compress, config, latency, roofline, timing
-from kvcompress.latency import Shape, batch_ids, grid, last_good, prompt_ids, request
+from kvcompress.latency import Shape, again, batch_ids, grid, last_good, prompt_ids, request
 from kvcompress.method import Method
 from kvcompress.methods import H2O, Full, SnapKV
 from kvcompress.random_models import byte_tokenizer
@@ -64,12 +64,12 @@ def test_no_token_ends_an_output_and_tokens_are_those_of_generate():
 
 def test_an_unopened_session_gives_others_of_its_method_and_of_none():
     session = compress(small_model(), H2O(budget=0.5), "blockwise", byte_tokenizer())
-    again, full = session.again(), session.again(full=True)
-    assert again.method == session.method and full.method == Method()
-    assert again.compressor.blockwise and full.compressor.blockwise and full.tokenizer is session.tokenizer
+    same, full = again(session), again(session, full=True)
+    assert same.method == session.method and full.method == Method()
+    assert same.compressor.blockwise and full.compressor.blockwise and full.tokenizer is session.tokenizer
     with full:
         pass
-    with again:
+    with same:
         pass
 
 
