@@ -16,6 +16,7 @@ import torch
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
+from kvcompress.forward import Forward
 from kvcompress.kernels import triton_decode, triton_groups
 from kvcompress.kernels.blockwise import (
     ALL,
@@ -28,7 +29,7 @@ from kvcompress.kernels.blockwise import (
 )
 from kvcompress.kernels.lanes import lane_attention
 from kvcompress.kernels.pieces import piecewise_attention
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import Blocks, RaggedStore, Store
 from kvcompress.pages import PagedReader, read_pages
 
@@ -48,7 +49,8 @@ def kv_attention(
     """Attention of new queries over what the layer holds (transformers' attention signature).
 
     Args:
-        query: `[B, H, n, D]`; `key` and `value` are ignored for layers of ours, which know what they hold.
+        query: `[B, H, n, D]`; `key` and `value` are ignored for layers of ours, which know what they hold, unless they
+            hold latents: then these are the new tokens' own.
 
     Returns:
         output `[B, n, H, D]` and no weights.
@@ -76,11 +78,37 @@ def kv_attention(
     whole, fusion = cache.forward, cache.forward.fusion
     if fusion is not None:
         query, cache.forward = fusion.asked(query), fusion.narrowed(whole)
-    output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
+    latent = compat.latent_attention(module) if cache.latents else None
+    if latent is None:
+        output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
+    else:
+        expanded, query = (query, key, value), latent.absorb(query)
+        if unmasked(layer, query.shape[2], cache.forward, features, compressor):
+            output, probabilities = attend_first(module, *expanded, features, compressor), None
+        else:
+            output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
+            output = latent.expand(output)
     compressor.after_attention(layer, query, probabilities, features)
     cache.forward, layer.fresh = whole, None
     output = output.transpose(1, 2).contiguous()
     return output if fusion is None else fusion.widened(output), None
+
+
+def unmasked(layer: CompressedLayer, n: int, forward: Forward, features: Features, compressor: Compressor) -> bool:
+    """True if these `n` queries are a sequence's first tokens, and nothing but what they are is to be looked at."""
+    store = layer.held()
+    first = store.length == n and store.kind == "dense"
+    math = compressor.wants_mass or compressor.blockwise or not features.plain
+    return first and forward.real is None and features.window is None and not math
+
+
+def attend_first(
+    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, features: Features, compressor: Compressor
+) -> Tensor:
+    """Output `[B, H, n, D_v]` of a sequence's first tokens."""
+    compressor.kernel("sdpa")
+    output, _ = compat.foreign_attention(module, q, k, v, None, scaling=features.scaling)
+    return output.transpose(1, 2)
 
 
 def _windowed_layer(
@@ -122,13 +150,11 @@ def attend(
     observe_mass, math = compressor.wants_mass, compressor.wants_mass or compressor.blockwise or not features.plain
     if n == 1 and not first:
         return _decode(layer, q, forward, features, compressor)
-    keys, values = layer.keys_values()
-    if first and forward.real is None and features.window is None and not math:
-        compressor.kernel("sdpa")
-        output, _ = compat.foreign_attention(module, q, keys, values, None, scaling=features.scaling)
-        return output.transpose(1, 2), None
+    if unmasked(layer, n, forward, features, compressor):
+        return attend_first(module, q, *layer.keys_values(), features, compressor), None
+    q, keys, values = layer.read(q) if layer.absorbed else (q, *layer.keys_values())
     positions, queries = layer.positions(), forward.on("positions", q.device)
-    output = torch.empty_like(q)
+    output = q.new_empty(*q.shape[:3], values.shape[-1])
     mass = weights = None
     if observe_mass:
         weights = forward.weights(compressor.needs.decay, q.device)
@@ -153,7 +179,7 @@ def attend(
                 mass[batch, kv, :, :last] += (p if w is None else p * w[:, None, None, :, None]).sum(3)
     if mass is not None:
         compressor.add_mass(layer, mass, forward)
-    return output, None
+    return layer.expand(output) if layer.absorbed else output, None
 
 
 def seen_by_all(store: Store, forward: Forward, features: Features, rows: slice, n: int) -> int:
@@ -214,7 +240,7 @@ def _decode_groups(
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
     packed = blocks.packed and not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q)
-    compressor.kernel("triton" if packed else "groups")
+    compressor.kernel("triton" if packed else "blockwise" if compressor.wants_probabilities else "groups")
     output, group = torch.empty_like(q), q.shape[1] // blocks.heads
     positions, p = layer.positions(), None
     if compressor.wants_probabilities:

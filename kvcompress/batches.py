@@ -31,6 +31,9 @@ def bytes_per_token(model: Any) -> int:
     Sliding layers are counted as if they held all they saw: an upper bound.
     """
     config = model.config.get_text_config()
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent:  # MLA: one latent and one rotated key for all heads
+        return config.num_hidden_layers * (latent + config.qk_rope_head_dim) * model.dtype.itemsize
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize

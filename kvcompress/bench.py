@@ -192,7 +192,8 @@ class Overhead:
         gc.collect()
         return paired_ratios(plain, ours, pairs=pairs or self.pairs, progress=self.progress)
 
-    def _prompt(self, length: int) -> Tensor:
+    def prompt(self, length: int) -> Tensor:
+        """Seeded random ids `[1, length]`."""
         generator = torch.Generator().manual_seed(self.seed)
         vocabulary = self.model.config.get_text_config().vocab_size
         return torch.randint(vocabulary // 8, vocabulary, (1, length), generator=generator).to(self.device)
@@ -213,20 +214,20 @@ class Overhead:
             return session.cache, timer.seconds, session.report()["time"]["compress_s"]
 
     def _prefill(self, method: Method, length: int) -> Ratios:
-        ids = self._prompt(length)
+        ids = self.prompt(length)
         return self._pairs(lambda: self._plain_prefill(ids)[1], lambda: self._our_prefill(method, ids)[1])
 
     def _compression(self, method: Method, length: int) -> Ratios:
-        ids = self._prompt(length)
+        ids = self.prompt(length)
         return self._pairs(lambda: self._plain_prefill(ids)[1], lambda: self._our_prefill(method, ids)[2])
 
     def _share(self, method: Method, length: int) -> Ratios:
-        ids = self._prompt(length)
+        ids = self.prompt(length)
         pairs = min(self.pairs, FEW_PAIRS)
         return self._pairs(lambda: self._plain_prefill(ids)[1], lambda: self._our_prefill(method, ids)[2], pairs)
 
     def _memory(self, method: Method, length: int) -> Ratios:
-        ids = self._prompt(length)
+        ids = self.prompt(length)
 
         def growth(prefill: Callable[[], Any]) -> float:
             with PeakMemory(self.device) as memory:
@@ -242,12 +243,12 @@ class Overhead:
     # --- decode ------------------------------------------------------------------------------------------------
 
     def _decode(self, method: Method, length: int) -> Ratios:
-        ids = self._prompt(length - self.tokens)
+        ids = self.prompt(length - self.tokens)
         plain_cache, _ = self._plain_prefill(ids)
-        return self._pairs(lambda: self._decode_seconds(copy.deepcopy(plain_cache)), self._decoding(method, ids))
+        return self._pairs(lambda: self.decode_seconds(copy.deepcopy(plain_cache)), self._decoding(method, ids))
 
     def _ragged(self, method: Method, length: int) -> Ratios:
-        ids, uniform = self._prompt(length - self.tokens), self.methods[f"uniform@{method.budget}"]
+        ids, uniform = self.prompt(length - self.tokens), self.methods[f"uniform@{method.budget}"]
         return self._pairs(self._decoding(uniform, ids), self._decoding(method, ids))
 
     def _decoding(self, method: Method, ids: Tensor) -> Callable[[], float]:
@@ -257,18 +258,18 @@ class Overhead:
         def run() -> float:
             fork = cache.fork()
             with compress(self.model, method):
-                return self._decode_seconds(fork)
+                return self.decode_seconds(fork)
 
         return run
 
     def _floor(self, method: Method, length: int) -> Ratios:
         """Plain on the few tokens that `method` would keep, to plain on all: the weights are read all the same."""
         budget = method.budget if isinstance(method.budget, int) else round(method.budget * length)
-        caches = [self._plain_prefill(self._prompt(n))[0] for n in (length - self.tokens, max(1, min(budget, length)))]
+        caches = [self._plain_prefill(self.prompt(n))[0] for n in (length - self.tokens, max(1, min(budget, length)))]
         full, short = (partial(copy.deepcopy, cache) for cache in caches)
-        return self._pairs(lambda: self._decode_seconds(full()), lambda: self._decode_seconds(short()))
+        return self._pairs(lambda: self.decode_seconds(full()), lambda: self.decode_seconds(short()))
 
-    def _decode_seconds(self, cache: Any) -> float:
+    def decode_seconds(self, cache: Any) -> float:
         """Seconds per token of greedy decoding on `cache`."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with Timer(self.device) as timer:

@@ -18,8 +18,9 @@ import torch
 
 from kvcompress import compat
 from kvcompress.chunks import Rows, hold_all, let_go, precompute
+from kvcompress.forward import Forward
 from kvcompress.kvstore import ChunkKV, Damaged
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.parts import Prefilled
 
 if TYPE_CHECKING:

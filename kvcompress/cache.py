@@ -14,8 +14,10 @@ import torch
 
 from kvcompress.codec import Codec
 from kvcompress.compat import Cache, Rotation
-from kvcompress.layer import CompressedLayer, Forward, layer_bytes, row_index, storage_bytes
+from kvcompress.forward import Forward
+from kvcompress.layer import CompressedLayer, row_index
 from kvcompress.layouts import PagedStore
+from kvcompress.nbytes import layer_bytes, storage_bytes
 
 Tensor = torch.Tensor
 
@@ -37,6 +39,7 @@ class CompressedCache(Cache):
         self.codec = codec
         self.limited = limited
         self.rotations = rotations
+        self.latents = False  # what a layer is given are MLA latents and the rotated key beside them
         self.turns: list[Rotation] | None = None  # per layer, given if the codec turns keys back
         self.shift: Tensor | None = (
             None  # [B] how far the position ids lie ahead of `positions`, where `turns` are given
@@ -148,7 +151,7 @@ class CompressedCache(Cache):
         twin.moments, twin.kept_max = [dict(m) for m in self.moments], self.kept_max
         twin.logits, twin.pending, twin.broken = _clone(self.logits), _clone(self.pending), self.broken
         twin.model, twin.reuse = self.model, copy.copy(self.reuse)
-        twin.turns, twin.shift = self.turns, _clone(self.shift)
+        twin.latents, twin.turns, twin.shift = self.latents, self.turns, _clone(self.shift)
         return twin
 
     snapshot = fork
@@ -193,7 +196,8 @@ class CompressedCache(Cache):
         twin = CompressedCache([], self.codec, self.limited, self.rotations)
         assert self.real is not None
         twin.real, real = self.real[one], int(self.real[number])
-        twin.turns, twin.shift = self.turns, None if self.shift is None else self.shift[one]
+        twin.latents, twin.turns = self.latents, self.turns
+        twin.shift = None if self.shift is None else self.shift[one]
         twin.layers = [
             layer.alone(twin, number, real) if isinstance(layer, CompressedLayer) else _one_row(layer, number, real)
             for layer in self.layers

@@ -29,6 +29,7 @@ class Slots:
         state: per-layer tensors of the codec, dim 0 the batch row: kept, forked, reordered and counted with the codes.
             What a codec puts there when it first encodes it finds again whenever it encodes or reads.
         heads: KV heads.
+        taken: bool `[B, H_kv or 1, n]`, slots that hold a token; the others' keys and values mean nothing.
         dtype: of the model's keys and values.
         queries: queries `[B, H, w, D]` of the prompt's last tokens and their positions `[B, w]` (-1: the row has fewer),
             where the codec's `needs` ask for a window and a prompt has just ended; else None.
@@ -44,6 +45,7 @@ class Slots:
     queries: tuple[Tensor, Tensor] | None = None
     owners: Tensor | None = None
     rotation: Turns | None = None
+    taken: Tensor | None = None
 
     def rotate(self, keys: Tensor) -> Tensor:
         """Keys `[B, H_kv or 1, n, D]` as attention sees them, from keys before rotation."""
@@ -76,6 +78,9 @@ class Codec(ABC):
 
     Attributes:
         needs_rotation: `Slots.rotate` and `unrotate` are wanted. Refused for models whose rotation depends on length.
+        absorbed: every query, not single ones alone, is answered through `query`, `read` and `expand`, tokens of its own
+            forward included: the codec changes how attention is computed, not only what it is given.
+        joint: heads share what is held, so they must hold the same tokens: no scorer goes with it.
         in_lanes: single queries may read channels where they lie, `[1, lanes, slots, ...]`, in ragged layers.
         scales: names of channels that are scales and zeros, counted as such.
     """
@@ -84,6 +89,14 @@ class Codec(ABC):
     needs_rotation: ClassVar[bool] = False
     in_lanes: ClassVar[bool] = True
     scales: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def absorbed(self) -> bool:
+        return False
+
+    @property
+    def joint(self) -> bool:
+        return False
 
     @property
     def needs(self) -> Needs:

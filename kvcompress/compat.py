@@ -23,18 +23,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from kvcompress.rotation import Rotation
+
 Tensor = torch.Tensor
 
 ATTENTION = "kvcompress"
 
 VERIFIED = (  # tests/test_truth.py compares each with its own eager attention
-    "cohere2 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2"
+    "cohere2 deepseek_v2 deepseek_v3 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 starcoder2"
 ).split()  # noqa: SIM905
 
 REFUSED = {
-    "deepseek_v2": "its cache holds MLA latents, which need an adapter of their own",
-    "deepseek_v3": "its cache holds MLA latents, which need an adapter of their own",
-    "deepseek_v32": "its cache holds MLA latents and indexer keys, which need an adapter of their own",
+    "deepseek_v32": "its cache holds indexer keys beside MLA latents, which need an adapter of their own",
     "gemma3n_text": "its layers share key-value states",
 }
 
@@ -45,6 +46,7 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "DynamicCache",
+    "LatentAttention",
     "REFUSED",
     "Rotation",
     "VERIFIED",
@@ -58,6 +60,9 @@ __all__ = [
     "foreign_attention",
     "is_empty_dynamic",
     "head_sizes",
+    "holds_latents",
+    "kv_heads",
+    "latent_attention",
     "layer_types",
     "max_positions",
     "new_layers",
@@ -95,7 +100,8 @@ def head_sizes(model: PreTrainedModel) -> list[tuple[int, int]]:
     """Numbers of a cached key and of a cached value, for each layer with full attention."""
     config = text_config(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return [(width, width) for kind in layer_types(model) if kind == "full_attention"]
+    sizes = (config.kv_lora_rank, config.qk_rope_head_dim) if holds_latents(model) else (width, width)
+    return [sizes for kind in layer_types(model) if kind == "full_attention"]
 
 
 def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixin]) -> list[CacheLayerMixin]:
@@ -107,6 +113,59 @@ def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixi
     ]
 
 
+def kv_heads(model: PreTrainedModel) -> int:
+    """Heads whose keys and values a full-attention layer's cache holds."""
+    config = text_config(model)
+    return 1 if holds_latents(model) else getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def holds_latents(model: PreTrainedModel) -> bool:
+    """True for multi-head latent attention, whose cache holds one latent and one rotated key for all heads."""
+    return bool(getattr(text_config(model), "kv_lora_rank", None))
+
+
+@dataclass(frozen=True, eq=False)
+class LatentAttention:
+    """How an MLA layer's heads use what its cache holds: latents c `[d_c]` and rotated keys k `[d_r]`, one of each.
+
+    A head's key is [U c, k] and its value V c (DeepSeek-V2, arXiv 2405.04434, section 2.1), so q [U c, k] = [q_n U, q_r]
+    [c, k] and the sum of values is V times the sum of latents: attention of H query heads over one head's [c, k].
+
+    Attributes:
+        keys: U of each head, `[H, d_n, d_c]`.
+        values: V of each head, `[H, d_v, d_c]`.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries `[B, H, n, d_n + d_r]` as they are multiplied with [c, k], `[B, H, n, d_c + d_r]`."""
+        width = self.keys.shape[1]
+        return torch.cat([q[..., :width] @ self.keys, q[..., width:]], dim=-1)
+
+    def expand(self, output: Tensor) -> Tensor:
+        """Values `[B, H, n, d_v]` from sums of latents `[B, H, n, d_c]`."""
+        return output @ self.values.transpose(1, 2)
+
+
+def latent_attention(module: torch.nn.Module) -> LatentAttention | None:
+    """The two halves of an attention module's up-projection, as views of its weight; None where it has none.
+
+    Raises:
+        ValueError: a weight that is no plain matrix (quantised).
+    """
+    up: Any = getattr(module, "kv_b_proj", None)
+    if up is None:
+        return None
+    weight = getattr(up, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or getattr(up, "bias", None) is not None:
+        raise ValueError("an MLA layer's kv_b_proj needs a plain weight without bias: load the model unquantised")
+    still, values = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
+    heads = weight.view(-1, still + values, weight.shape[1])
+    return LatentAttention(heads[:, :still], heads[:, still:])
+
+
 def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     """Per layer, the linear module that all query heads' outputs go through, weight `[hidden, H x D]`.
 
@@ -114,6 +173,11 @@ def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
         ValueError: if a layer has none that we know, or one whose weight is no plain matrix of that shape.
     """
     config = text_config(model)
+    if holds_latents(model):
+        raise ValueError(
+            f"{model.config.model_type!r} holds latents, which its output projection does not multiply: a method that "
+            "weighs values by it does not go with it; take another method"
+        )
     found: dict[int, torch.nn.Module] = {}
     width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
     for module in base_model(model).modules():
@@ -255,66 +319,6 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """How one layer rotates its keys (RoPE): not at all, in half-split pairs, or in interleaved pairs.
-
-    Only relative angles are used, so a scale that the model multiplies into its rotation stays in the keys.
-
-    Attributes:
-        style: "none", "half" or "interleaved".
-        inv_freq: float32 `[R / 2]`; the first R of the head's dimensions are rotated.
-    """
-
-    style: str
-    inv_freq: Tensor | None = None
-
-    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `keys [B, H, n, D]` by `positions`, integers that broadcast to `[B, H, n]`."""
-        if self.style == "none":
-            return keys
-        angle = self._angle(positions.to(keys.device))
-        return self._turn(keys, angle.cos(), angle.sin())
-
-    def _angle(self, positions: Tensor) -> Tensor:
-        assert self.inv_freq is not None
-        return positions[..., None].float() * self.inv_freq.to(positions.device)
-
-    def _turn(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        r = 2 * cos.shape[-1]
-        x, rest = keys[..., :r].float(), keys[..., r:]
-        if self.style == "half":
-            a, b = x.chunk(2, dim=-1)
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        else:
-            a, b = x[..., 0::2], x[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([turned.to(keys.dtype), rest], dim=-1)
-
-    def table(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines `[..., R / 2]` of `positions`, for keys that are rotated by them again and again."""
-        if self.style == "none":
-            return None
-        angle = self._angle(positions)
-        return angle.cos(), angle.sin()
-
-    def rotate_by(self, keys: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
-        """`rotate` by what `table` gave."""
-        return keys if table is None else self._turn(keys, *table)
-
-    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Undo `rotate`."""
-        return self.rotate(keys, -positions)
-
-    def mean_matrix(self, positions: Tensor, dim: int) -> Tensor:
-        """Mean over `positions [B, F]` of the `dim` x `dim` matrix that rotates a column vector, `[B, dim, dim]`."""
-        one = torch.eye(dim, device=positions.device).expand(positions.shape[0], -1, -1)
-        if self.style == "none":
-            return one
-        angle = self._angle(positions)
-        return self._turn(one, angle.cos().mean(1, keepdim=True), angle.sin().mean(1, keepdim=True)).transpose(1, 2)
-
-
 @torch.no_grad()
 def rotations(model: PreTrainedModel) -> list[Rotation]:
     """How each layer rotates its keys, found by checking candidates against keys the model makes.
@@ -325,6 +329,12 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
     Raises:
         ValueError: if the rotation depends on the sequence length, or matches no known form.
     """
+    if holds_latents(model):
+        raise ValueError(
+            f"{model.config.model_type!r} holds latents and one rotated key beside them, which cannot be turned back as "
+            "keys: compact positions, queries before rotation, chunks reused elsewhere and low-rank codecs do not go with it; "
+            "take another method"
+        )
     rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
     if not rotary:
         raise ValueError(

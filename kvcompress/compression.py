@@ -10,9 +10,10 @@ import torch
 
 from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
+from kvcompress.forward import Forward
 from kvcompress.judge import Attended, Judge
 from kvcompress.kernels.blockwise import Features
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import RankedStore
 from kvcompress.method import Method
 from kvcompress.observed import remember_queries

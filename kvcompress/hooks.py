@@ -17,8 +17,10 @@ from kvcompress import (
     passes,
 )
 from kvcompress.cache import CompressedCache
+from kvcompress.codec import Codec, GroupedCodec
 from kvcompress.compression import Compressor
-from kvcompress.layer import CompressedLayer, Forward, Fusing
+from kvcompress.forward import Forward, Fusing
+from kvcompress.layer import CompressedLayer
 from kvcompress.method import Method
 from kvcompress.pages import PagedReader, check_host
 
@@ -47,6 +49,13 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
+        codec = self.compressor.parts.codec
+        changes = codec.needs_rotation or type(codec).query is not Codec.query or isinstance(codec, GroupedCodec)
+        if compat.holds_latents(model) and changes:
+            raise ValueError(
+                f"codec={codec.name} has a way of its own to read keys, and {model.config.model_type!r} holds latents: "
+                "take codec=plain, or one that codes token by token, such as int8"
+            )
         if self.compressor.needs.extra_passes and self.tokenizer is None:
             raise ValueError(
                 f"{type(method).__name__} writes prompts of its own and needs the model's tokenizer: "
@@ -159,6 +168,7 @@ class Hooks:
         cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
         cache.layers[:] = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
         cache.owner, cache.model, cache.turns = compressor, weakref.ref(self.model), self._turns
+        cache.latents = compat.holds_latents(self.model)
         return cache
 
     def _before_forward(

@@ -10,8 +10,9 @@ import torch
 from kvcompress import budget as budgets
 from kvcompress.cache import CompressedCache
 from kvcompress.compat import Rotation
+from kvcompress.forward import Forward
 from kvcompress.kernels.blockwise import Features
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.method import LayerView, Method, Needs, Scorer
 from kvcompress.observed import LayerObserved
 from kvcompress.selection import ranked, staged

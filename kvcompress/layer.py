@@ -2,113 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from kvcompress.codec import Codec, GroupedCodec, Plain, Slots, overwritten
-from kvcompress.compat import CacheLayerMixin, Rotation
-from kvcompress.layouts import Blocks, DenseStore, PagedStore, RaggedStore, RankedStore, Store, joined, keep_slots
+from kvcompress.codec import Plain, overwritten
+from kvcompress.compat import Rotation
+from kvcompress.held import BESIDE, HeldLayer, Holder
+from kvcompress.layouts import DenseStore, PagedStore, RaggedStore, RankedStore, Store, joined, keep_slots
 from kvcompress.pages import fetch, unpaged
-from kvcompress.view import Pass, State
 
 Tensor = torch.Tensor
 
-BESIDE = ("positions", "mass", "score", "passes")  # channels that are not the codec's
 
-
-class Fusing(Protocol):
-    """What a layer asks of a forward that computes some of its tokens and reuses the others (`kvcompress.blend`)."""
-
-    def fuse(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[1, H_kv, T, D]` of the whole prompt, from those of the tokens that were computed."""
-        ...
-
-    def asked(self, q: Tensor) -> Tensor:
-        """Those of the computed queries `[1, H, m, D]` that attend in this layer."""
-        ...
-
-    def narrowed(self, forward: Forward) -> Forward:
-        """The forward as these queries see it: their positions."""
-        ...
-
-    def widened(self, output: Tensor) -> Tensor:
-        """Their output `[1, n, ...]` among zeros for the others, `[1, m, ...]`."""
-        ...
-
-
-@dataclass
-class Forward:
-    """One forward through the model, as the cache's layers see it.
-
-    Attributes:
-        phase: "prompt" (compress when it ends), "append" (attend and store), "decode", or "pass" (observe, not store).
-        length: new columns.
-        real: bool `[B, length]` on the CPU, None if every new column is a real token.
-        positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
-        added: LongTensor `[B]` on the CPU, real tokens per row.
-        rotated: `[B or 1, length]`, the position ids by which the model rotates.
-        passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
-        fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
-        fusion: what a prefill that reuses chunks puts in place of a layer's new keys and values; None where all is new.
-    """
-
-    phase: str
-    length: int
-    real: Tensor | None
-    positions: Tensor
-    added: Tensor
-    rotated: Tensor
-    passes: list[tuple[int, Pass]] = field(default_factory=list)
-    deferred: dict[int, Any] = field(default_factory=dict)
-    fires: Tensor | None = None
-    fusion: Fusing | None = None
-    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
-
-    def on(self, name: str, device: torch.device) -> Tensor:
-        """`positions`, `real` or `rotated` on a device, moved once per forward."""
-        key = (name, device)
-        if key not in self._moved:
-            self._moved[key] = getattr(self, name).to(device)
-        return self._moved[key]
-
-    def weights(self, decay: float, device: torch.device) -> Tensor | None:
-        """What each new query's attention counts: decay^(real queries of its row after it), 0 for padding.
-
-        Float32 `[B or 1, n]`, or None where each counts 1.
-        """
-        if self.real is None and decay == 1.0:
-            return None
-        key = (f"weights {decay}", device)
-        if key not in self._moved:
-            age = self.positions.amax(1, keepdim=True) - self.positions
-            weights = (decay ** age.double()).masked_fill(self.positions < 0, 0.0)
-            self._moved[key] = weights.float().to(device)
-        return self._moved[key]
-
-
-class Holder(Protocol):
-    """What a layer asks of the cache it belongs to."""
-
-    codec: Codec
-    limited: bool
-    rotations: list[Rotation] | None
-    forward: Forward | None
-    real: Tensor | None
-    owner: Any
-    turns: list[Rotation] | None
-    shift: Tensor | None
-    prompted: Tensor | None
-
-    def rotation(self, layer: int) -> Rotation | None: ...
-
-    def leader(self, layer: int, size: int) -> Tensor | None: ...
-
-
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(HeldLayer):
     """Keys, values and positions of one full-attention layer, and the state a method keeps beside them."""
 
     is_sliding = False
@@ -116,30 +24,6 @@ class CompressedLayer(CacheLayerMixin):
     is_croppable = False
     is_compileable = False
     supports_early_init = False
-
-    def __init__(self, cache: Holder, index: int):
-        super().__init__()
-        self.cache = weakref.ref(cache)
-        self.index = index
-        self.store: Store | PagedStore | None = None  # in pages between prompts only, where a reader asks for it
-        self.seen = 0
-        self.dtype = torch.float32
-        self.state: State = {}
-        self.sealed = False  # what is held is in the codec's form
-        self.blocks: Blocks | None = None  # keys and values of a grouped codec, in the slots of `store`
-        self.codec_state: State = {}  # beside the codes, dim 0 the row
-        self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
-        self.steady: Any = None  # `steady.Steady`, while decode drops one token per head and step
-        self.shown: Tensor | None = None  # scores as the allocator sees them, while a prompt runs
-        self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
-        self.evicted = 0
-        self.traffic: State = {}  # what readers of pages read and moved, `[B]` each
-        self.step = torch.zeros(1, dtype=torch.long)  # [B] of a reader of pages: steps since the last longer forward
-        self.group = 1  # query heads per KV head
-        self._borrowed: DenseStore | None = None  # another cache's slots, until own()
-        self.windows: dict[int, Any] = {}  # attention of these windows, for all that borrow this prompt; None: not yet
-        self.queries: Tensor | None = None  # [B, H, n, D] of this forward, while it is looked at
-        self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -185,8 +69,8 @@ class CompressedLayer(CacheLayerMixin):
         else:
             evicted_next = cache.limited and forward.phase in ("prompt", "pass")
             if isinstance(self.store, PagedStore):
-                seen = cache.codec.decode(new, self._new_slots(heads))[0] if self.sealed else key_states
-                self.store.append(new, forward.real, forward.added, seen=seen)
+                shown = cache.codec.decode(new, self._new_slots(heads)) if self.sealed else (key_states, value_states)
+                self.store.append(new, forward.real, forward.added, seen=self.attended(*shown)[0])
                 if forward.length > 1:
                     fetch(self.store)
             else:
@@ -195,14 +79,16 @@ class CompressedLayer(CacheLayerMixin):
         self.fresh = None
         if not self.sealed and isinstance(self.store, DenseStore) and rotation is None:
             # views of the buffer, so that the caller's own tensors can be freed
-            self.fresh = self.store.get("keys"), self.store.get("values")
-            return self.fresh
+            held = self.store.get("keys"), self.store.get("values")
+            self.fresh = self.attended(*held)
+            return (key_states, value_states) if cache.latents else held
         if (
-            self.sealed and self.blocks is None and forward.phase == "prompt"
+            self.sealed and self.blocks is None and forward.phase == "prompt" and not self.absorbed
         ):  # which attends to its own tokens as they are
             real, ragged = forward.real, not isinstance(self.store, DenseStore)
             keys, values = self.keys_values()
-            self.fresh = overwritten(keys, key_states, real, ragged), overwritten(values, value_states, real, ragged)
+            new_keys, new_values = self.attended(key_states, value_states)
+            self.fresh = overwritten(keys, new_keys, real, ragged), overwritten(values, new_values, real, ragged)
         return key_states, value_states
 
     @staticmethod
@@ -252,154 +138,7 @@ class CompressedLayer(CacheLayerMixin):
         self.step = self.step if len(self.step) == 1 else self.step.index_select(0, index.cpu())
         self.target = None if self.target is None else self.target.index_select(0, index.cpu())
 
-    # ------------------------------------------------------------------ what is held
-
-    @property
-    def length(self) -> int:
-        """Slots held per head, empty ones included (the longest head's for a ragged layout)."""
-        return 0 if self.store is None else self.store.length
-
-    @property
-    def counts(self) -> Tensor:
-        """Non-empty slots, LongTensor `[B, H_kv]` on the CPU."""
-        if self.store is None:
-            return torch.zeros(0, 0, dtype=torch.long)
-        return self.store.counts
-
-    def held(self) -> Store:
-        if self.store is None:
-            raise ValueError(f"layer {self.index} holds nothing yet")
-        return self.store  # type: ignore[return-value]  # a prompt, which may change what is held, never meets pages
-
-    def positions(self) -> Tensor:
-        """Int32 `[B, H_kv or 1, P]`: the token in each slot, -1 where empty; strictly increasing otherwise."""
-        return self.held().get("positions")
-
-    def keys_values(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H_kv, P, D]` as attention sees them: decoded, rotated; garbage in empty slots."""
-        if self.fresh is not None:
-            return self.fresh
-        cache, store = self.holder(), self.held()
-        if self.blocks is not None:
-            return self.blocks.keys_values(store.get("positions"))
-        channels = {name: store.get(name) for name in self.coded()}
-        if self.sealed:
-            return cache.codec.decode(channels, self.slots())
-        keys, values = channels["keys"], channels["values"]
-        rotation = cache.rotation(self.index)
-        return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
-
-    def coded(self) -> list[str]:
-        """Names of the channels that hold keys and values."""
-        return [name for name in self.held().channels if name not in BESIDE]
-
-    # ------------------------------------------------------------------ the codec
-
-    def seal(self) -> None:
-        """Hold what is kept in the codec's form from here on; nothing to do for a plain codec.
-
-        Called when a forward's attention and selection are done. Once it is sealed a layer encodes new tokens as they
-        come, and only a grouped codec has some to encode here.
-        """
-        codec = self.holder().codec
-        if isinstance(codec, Plain) or self.store is None:
-            return
-        if self.blocks is not None:
-            self.blocks.flush()
-        if self.sealed:
-            return
-        self.fresh, store = None, self.held()
-        if isinstance(codec, GroupedCodec):
-            self._seal_groups(codec, store)
-            return
-        window, shown = codec.needs.window, None
-        if window and "queries" in self.state:
-            shown = self.state["queries"][:, :, -window:], self.state["query_positions"][:, -window:]
-        channels = codec.encode(store.get("keys"), store.get("values"), self.slots(queries=shown))
-        if isinstance(store, DenseStore):
-            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
-            self.store = DenseStore.of(others | channels, store.counts, grow=not self.holder().limited)
-        else:
-            for name in ("keys", "values"):
-                store.drop_channel(name)
-            for name, value in channels.items():
-                store.put(name, value)
-        self._borrowed, self.sealed = None, True
-
-    def _seal_groups(self, codec: GroupedCodec, store: Store) -> None:
-        self.blocks = Blocks.of(codec, store.get("keys"), store.get("values"), store.get("positions"), store.counts)
-        self.blocks.flush()
-        if isinstance(store, DenseStore):
-            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
-            self.store = DenseStore.of(others, store.counts, grow=not self.holder().limited)
-        else:
-            for name in ("keys", "values"):
-                store.drop_channel(name)
-        self._borrowed, self.sealed = None, True
-
-    def slots(self, queries: tuple[Tensor, Tensor] | None = None) -> Slots:
-        """What a codec is told of all that is held."""
-        return self.told(self.positions(), queries=queries)
-
-    def _new_slots(self, heads: int) -> Slots:
-        """The same of this forward's new tokens."""
-        cache = self.holder()
-        assert cache.forward is not None
-        return self.told(cache.forward.on("positions", self.device)[:, None], heads=heads)
-
-    def told(
-        self,
-        positions: Tensor,
-        queries: tuple[Tensor, Tensor] | None = None,
-        owners: Tensor | None = None,
-        heads: int | None = None,
-    ) -> Slots:
-        cache, rotated = self.holder(), positions.clamp(min=0).long()
-        if cache.shift is not None and bool(cache.shift.any()):
-            shift = cache.shift.to(rotated.device)
-            if owners is None:
-                rotated = rotated + shift[:, None, None]
-            else:
-                rotated = rotated + shift[owners // self.held().heads][None, :, None]
-        rotation = None if cache.turns is None else cache.turns[self.index]
-        heads = self.held().heads if heads is None else heads
-        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation)
-
-    def read(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A single query `[B, H, 1, D]`, and the keys and values that it attends to, in the codec's own terms."""
-        if not self.sealed:
-            return q, *self.keys_values()
-        store, codec = self.held(), self.holder().codec
-        keys, values = codec.read({name: store.get(name) for name in self.coded()}, self.slots())
-        return self.asked(q), keys, values
-
-    def asked(self, q: Tensor) -> Tensor:
-        """A single query in the codec's own terms."""
-        return self.holder().codec.query(q, self._query_slots()) if self.sealed else q
-
-    def read_lanes(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for what lies in lanes: keys and values `[lanes, slots, ...]`."""
-        store, codec = self.held(), self.holder().codec
-        assert isinstance(store, RaggedStore)
-        channels = {name: store.in_lanes(name) for name in self.coded()}
-        if not self.sealed:
-            return q, channels["keys"], channels["values"]
-        slots = self.told(store.in_lanes("positions")[None], owners=store.owners())
-        keys, values = codec.read({name: value[None] for name, value in channels.items()}, slots)
-        return codec.query(q, self._query_slots()), keys[0], values[0]
-
-    def expand(self, output: Tensor) -> Tensor:
-        """What a single query's weighted sum of the values of `read` stands for, `[B, H, 1, D_v]`."""
-        return self.holder().codec.expand(output, self._query_slots()) if self.sealed else output
-
-    def _query_slots(self) -> Slots:
-        cache = self.holder()
-        assert cache.forward is not None
-        return self.told(cache.forward.on("positions", self.device)[:, None])
-
-    def ranks(self) -> Tensor:
-        """Index of each held token among those held, `[B, H_kv or 1, P]`: its position when positions are compact."""
-        return ((self.positions() >= 0).cumsum(-1) - 1).clamp(min=0)
+    # ------------------------------------------------------------------ what is kept
 
     def compact_queries(self, q: Tensor, rotation: Rotation) -> Tensor:
         """New queries `[B, H, n, D]` turned from the model's positions to their ranks among the held."""
@@ -551,66 +290,7 @@ class CompressedLayer(CacheLayerMixin):
         self.seen, self.is_initialized, self.group = max(o.seen for o in others), True, first.group
         self.device, self.dtype, self.full_width = first.device, first.dtype, first.full_width
 
-    def holder(self) -> Holder:
-        """The cache this layer belongs to."""
-        cache = self.cache()
-        if cache is None:
-            raise RuntimeError("the cache of this layer is gone")
-        return cache
-
 
 def row_index(indices: Tensor) -> Tensor:
     """Batch rows as numbers, from numbers or from a bool per row."""
     return indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-
-
-def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
-    """Bytes of one layer by kind, from the storages its tensors live in."""
-    store = layer.held()
-    counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys([*"keys_values codes scales residual positions scores index host allocated full".split()], 0)
-    if layer.blocks is not None:
-        for _, _, unit in layer.blocks.each():
-            for kind, value, held in unit.tensors():
-                found[kind] += held
-                found["keys_values"] += held
-                found["allocated"] += storage_bytes(value)
-    for name, value in store.channels.items():
-        allocated = storage_bytes(value)
-        if name in BESIDE and name != "positions":
-            found["scores"] += allocated
-            continue
-        found["allocated"] += allocated
-        if isinstance(store, PagedStore):
-            shared = name == "positions" and value.shape[1] == 1
-            on_device = counts[:, 0] if shared else counts if name == "positions" else store.resident()
-            slots, width = int(on_device.sum()), 1 if name == "positions" else value[0, 0].numel()
-        elif isinstance(store, RaggedStore):
-            slots, width = int(counts.sum()), value[:1].numel() if value.dim() > 1 else 1
-        elif value.shape[1] == heads:
-            slots, width = int(counts.sum()), value[0, 0, :1].numel()
-        else:  # shared by all heads
-            slots, width = int(counts[:, 0].sum()), value[0, 0, :1].numel()
-        held = slots * width * value.element_size()
-        found["positions" if name == "positions" else "keys_values"] += held
-        if layer.sealed and name != "positions":
-            found["scales" if name in layer.holder().codec.scales else "codes"] += held
-    found["scores"] += sum(storage_bytes(t) for t in layer.state.values())
-    beside = sum(storage_bytes(t) for t in layer.codec_state.values())
-    found["keys_values"] += beside
-    found["codes"] += beside
-    found["allocated"] += beside
-    if isinstance(store, PagedStore):
-        found["index"] += storage_bytes(store.bounds) + storage_bytes(store.table)
-        if store.host is not None:
-            found["host"] += sum(storage_bytes(value) for value in store.host.channels.values())
-    if layer.steady is not None:
-        found["index"] += storage_bytes(layer.steady.blocked)
-    if real is not None:
-        found["full"] = int(real.sum()) * layer.full_width
-    return found
-
-
-def storage_bytes(tensor: Tensor) -> int:
-    """Bytes of the storage a tensor lives in, whether it fills it or not."""
-    return tensor.untyped_storage().nbytes()

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-Device = str | torch.device
+from kvcompress.machine import Device, cpu_mhz, gpu_facts, libraries, load, resident, status_bytes
 
 
 def synchronize(device: Device = "cpu") -> None:
@@ -119,13 +119,13 @@ class PeakMemory:
             self.method = "none"
             return self
         gc.collect()
-        _trim()
+        trim()
         if torch.device(self.device).type == "cuda":
             synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self.start, self.method = torch.cuda.memory_allocated(self.device), "cuda"
         elif _reset_high_water_mark():
-            self.start, self.method = _status_bytes("VmRSS"), "VmHWM"
+            self.start, self.method = status_bytes("VmRSS"), "VmHWM"
         else:
             self._sampler = _Sampler()
             self.start, self.method = self._sampler.peak, "sampled"
@@ -142,10 +142,10 @@ class PeakMemory:
         elif self._sampler is not None:
             self.peak, self._sampler = self._sampler.stop(), None
         else:
-            self.peak = max(self.start, _status_bytes("VmHWM"))
+            self.peak = max(self.start, status_bytes("VmHWM"))
 
 
-def _trim() -> None:
+def trim() -> None:
     """Give freed memory back to the system, or a second block would grow into what the first one left (glibc only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -156,40 +156,26 @@ def _reset_high_water_mark() -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")
         # a kernel or container may take the write and do nothing
-        return _status_bytes("VmHWM") <= _status_bytes("VmRSS") + (16 << 20)
+        return status_bytes("VmHWM") <= status_bytes("VmRSS") + (16 << 20)
     except (OSError, KeyError):
         return False
-
-
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
-
-
-def _resident() -> int:
-    """Resident bytes of this process, where Linux's own counter cannot be used."""
-    import psutil  # comes with accelerate
-
-    return int(psutil.Process().memory_info().rss)
 
 
 class _Sampler(threading.Thread):
     def __init__(self, interval: float = 0.002) -> None:
         super().__init__(daemon=True)
         self.interval = interval
-        self.peak = _resident()
+        self.peak = resident()
         self._stopped = threading.Event()
 
     def run(self) -> None:
         while not self._stopped.wait(self.interval):
-            self.peak = max(self.peak, _resident())
+            self.peak = max(self.peak, resident())
 
     def stop(self) -> int:
         self._stopped.set()
         self.join()
-        return max(self.peak, _resident())
+        return max(self.peak, resident())
 
 
 def hardware(device: Device = "cpu") -> dict[str, Any]:
@@ -209,6 +195,10 @@ def hardware(device: Device = "cpu") -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "transformers": metadata.version("transformers"),
         "git_commit": _own_commit(),
+        "cpu_mhz": cpu_mhz(),
+        "load": load()["load"],
+        **libraries(),
+        **gpu_facts(resolved),
     }
 
 

@@ -5,7 +5,7 @@ Everything a method's file needs is exported here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from kvcompress.budget import Budget, NotTogether, cap, check_budget, is_unlimited
@@ -98,6 +98,10 @@ ILLEGAL: list[tuple[str, Any]] = [
         ),
     ),
     (
+        "a reader of pages keeps each head's own, and this codec holds one form of all heads together",
+        lambda m, p: p.reader.in_pages and p.codec.joint,
+    ),
+    (
         "a reader that chooses for all heads at once needs the same tokens in each, which an eviction per head changes",
         lambda m, p: p.reader.across_heads and p.scorer is not None,
     ),
@@ -129,6 +133,10 @@ ILLEGAL: list[tuple[str, Any]] = [
     (
         "compact positions rotate queries anew, so that they cannot be seen before rotation",
         lambda m, p: m.compact_positions and (p.allocator.needs.prerope or (p.scorer and p.scorer.needs.prerope)),
+    ),
+    (
+        "what is evicted differs from head to head, and this codec holds several heads together: take one by head (head_group=1)",
+        lambda m, p: p.codec.joint and p.scorer is not None,
     ),
     (
         "a codec other than plain cannot follow compact positions, whose stored keys are rotated again",
@@ -312,7 +320,10 @@ class Method:
         own = type(self)(budget=self.budget, preset=self.preset)
         changed = [] if self.preset == "paper" else [f"preset={self.preset}"]
         here, there = self.parts().names(), own.parts().names()
-        changed += [f"{name}={here[name]}" for name in sorted(parts) if here[name] != there[name]]
+        for name in sorted(parts):
+            changed += [f"{name}={here[name]}"] if here[name] != there[name] else []
+            if getattr(self, name) is not None and name != "schedule":  # whose name says all of it
+                changed += _settings(name, getattr(self.parts(), name), getattr(own.parts(), name))
         for item in fields(self):
             if item.name not in parts | {"budget", "preset"} and item.repr:
                 value = getattr(self, item.name)
@@ -332,3 +343,14 @@ class Method:
             else:
                 described[field.name] = repr(value)
         return described
+
+
+def _settings(name: str, part: Any, own: Any) -> list[str]:
+    """What a part was told that it, or the method's own of the same kind, would not say by itself: "codec.bits=4"."""
+    if not is_dataclass(part):
+        return []
+    same = type(own) is type(part)
+    said = [
+        (i.name, getattr(part, i.name), getattr(own, i.name) if same else i.default) for i in fields(part) if i.repr
+    ]
+    return [f"{name}.{key}={value}" for key, value, usual in said if value != usual]

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from kvcompress.compat import Rotation
+from kvcompress.forward import Forward
 from kvcompress.kernels.blockwise import Features, blocks, logits_block, softmax_block, visible
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.view import LayerView, Observed
 
 Tensor = torch.Tensor

@@ -21,7 +21,8 @@ from kvcompress.parts import Reader
 from kvcompress.view import State
 
 if TYPE_CHECKING:
-    from kvcompress.layer import CompressedLayer, Forward
+    from kvcompress.forward import Forward
+    from kvcompress.layer import CompressedLayer
 
 Tensor = torch.Tensor
 
@@ -218,7 +219,7 @@ def _picked(layer: CompressedLayer, store: PagedStore, chosen: Tensor, q: Tensor
     shape = (*chosen.shape[:2], -1)
     if plain:
         keys, values = (channels[name].view(*shape, channels[name].shape[-1]) for name in ("keys", "values"))
-        return q, keys, values
+        return q, *layer.attended(keys, values)
     batch, heads, n = chosen.shape
     positions = store.positions.expand(batch, store.heads, -1).unflatten(2, (-1, store.size))
     segments = torch.arange(batch * heads, device=q.device)
@@ -228,7 +229,8 @@ def _picked(layer: CompressedLayer, store: PagedStore, chosen: Tensor, q: Tensor
     slots = layer.told(at, owners=owners.repeat_interleave(n))
     codec = layer.holder().codec
     keys, values = codec.read({name: value[None] for name, value in channels.items()}, slots)
-    return layer.asked(q), keys[0].reshape(*shape, keys.shape[-1]), values[0].reshape(*shape, values.shape[-1])
+    keys, values = (x[0].reshape(*shape, x.shape[-1]) for x in (keys, values))
+    return layer.asked(q), *layer.attended(keys, values)
 
 
 # ---------------------------------------------------------------------- into pages and back

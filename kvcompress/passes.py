@@ -17,8 +17,10 @@ import torch
 
 from kvcompress import compat
 from kvcompress.cache import CompressedCache
+from kvcompress.forward import Forward
+from kvcompress.held import BESIDE
 from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
-from kvcompress.layer import BESIDE, CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import DenseStore, Store
 from kvcompress.view import Pass
 
@@ -202,5 +204,6 @@ def _seen_by_row(cache: CompressedCache, row: int, of: Pass) -> CompressedCache:
     reading.real = cache.real[chosen]
     reading.columns = None if cache.columns is None else cache.columns[chosen]
     reading.owner, reading.model, reading.turns = cache.owner, cache.model, cache.turns
+    reading.latents = cache.latents
     reading.shift = None if cache.shift is None else cache.shift[chosen]
     return reading

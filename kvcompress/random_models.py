@@ -35,10 +35,28 @@ WINDOWS = {
     "cohere2": "always",
     "starcoder2": "all",
     "gpt_oss": "always",
+    "deepseek_v2": "none",
+    "deepseek_v3": "none",
 }
 SMALL = tuple(WINDOWS)
 
+_LATENT = {  # multi-head latent attention: 32 + 8 numbers are held per token
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _SMALL_EXTRAS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "gemma2": {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 10.0},
     "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 1.25},
@@ -243,6 +261,8 @@ def _small_config(
         **_SMALL_EXTRAS.get(architecture, {}),
         **_window_fields(architecture, sliding_window, layers),
     }
+    if "kv_lora_rank" in values:  # all heads share what is held, and take part in it alone
+        values |= {"num_key_value_heads": heads, "head_dim": values["qk_rope_head_dim"]}
     if architecture.startswith("gemma"):
         values["query_pre_attn_scalar"] = head_dim
     if architecture == "granite":
@@ -314,6 +334,8 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
 
 def _gain(name: str) -> float:
     """Standard deviation of a matrix's output for an input of size 1."""
+    if "q_b_proj" in name:  # the keys it meets have a gain of 1
+        return PEAK
     if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")):
         return PEAK**0.5
     if any(part in name for part in ("o_proj", "down_proj", "c_proj")):

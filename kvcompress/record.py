@@ -247,15 +247,23 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Record keys that follow from the samples: score, shares, `kv.*`, `memory.*`, `time.*`, `protocol.*`."""
+    """Record keys that follow from the samples: score, shares, `kv.*`, `memory.*`, `time.*`, `protocol.*`.
+
+    Samples for which memory ran out (they have no report of their end) count in number and score alone.
+    """
     if not rows:
         return {"n_samples": 0}
-    outs = [row["out"] for row in rows]
     scores = [float(row["score"]) for row in rows]
     found: dict[str, Any] = {
         "n_samples": len(rows),
         "score": fmean(scores),
         "score_stderr": stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None,
+    }
+    rows = [row for row in rows if row["out"].get("end") is not None]
+    if not rows:
+        return found
+    outs = [row["out"] for row in rows]
+    found |= {
         "share_inactive": fmean(not out["end"]["active"] for out in outs),
         "share_clamped": fmean(bool(out["end"]["clamped"]) for out in outs),
         "notes": sorted({note for out in outs for note in out["end"].get("notes", ())}),

@@ -15,10 +15,11 @@ from rich.console import Console
 from kvcompress import models, record, tracking
 from kvcompress.budget import NotTogether
 from kvcompress.config import check_overrides, expand_suites, folder, register, with_launcher
-from kvcompress.launcher.cell import Cell, Outcome, identity, is_oom, model_key, pair_id
+from kvcompress.launcher.cell import Cell, Outcome, identity, model_key, pair_id
 from kvcompress.launcher.dry import estimate
 from kvcompress.launcher.plan import Group, group_cells, listed, note_cells
-from kvcompress.launcher.work import Options, Worker, release
+from kvcompress.launcher.work import Options, Worker
+from kvcompress.machine import is_oom, release
 from kvcompress.refusals import Refused, explain
 
 __all__ = ["Options", "Outcome", "Runner", "identity", "is_oom", "main", "pair_id", "release"]

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
+from kvcompress.forward import Forward
 from kvcompress.judge import Attended
 from kvcompress.kernels.blockwise import Features
-from kvcompress.layer import CompressedLayer, Forward
+from kvcompress.layer import CompressedLayer
 from kvcompress.method import Method, Needs, Scorer
 from kvcompress.observed import remember_queries
 from kvcompress.parts import Prefilled

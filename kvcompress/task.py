@@ -99,6 +99,7 @@ class Task(ABC):
     metric_version: ClassVar[str]  # raise it whenever a score may change
     shares_prefill: ClassVar[bool] = True  # False where the prefill itself is what is measured
     wants_reference: ClassVar[bool] = False  # True where a sample is judged against a run without compression
+    opens_sessions: ClassVar[bool] = False  # True where `run` gets a session that is not open, and opens others like it
 
     seed: int = 0
     data: str | None = None

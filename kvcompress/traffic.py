@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvcompress.cache import CompressedCache
-from kvcompress.layer import CompressedLayer, layer_bytes
+from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import PagedStore
+from kvcompress.nbytes import layer_bytes
 
 
 def traffic(layer: CompressedLayer) -> dict[str, float]:

@@ -220,7 +220,7 @@ def identity(model: Any) -> dict[str, Any]:
     return {
         "model_type": config.model_type,
         "layers": full,
-        "kv_heads": config.num_key_value_heads,
+        "kv_heads": compat.kv_heads(model),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "weights": sampled_weights(model),

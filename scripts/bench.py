@@ -5,6 +5,9 @@ python scripts/bench.py overhead --only prefill --pairs 21    one check, more pa
 python scripts/bench.py overhead --only perhead,ragged,floor  decode on ragged layers: beside plain, uniform heads, and the floor
 python scripts/bench.py overhead --only share                 compression of each method, as a share of the prefill
 python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
+python scripts/bench.py decode --methods full,snapkv:0.1 --lengths 4096,8192   methods of your choice beside plain
+python scripts/bench.py prefill --methods full,h2o:0.25 --lengths 4096
+python scripts/bench.py peers --kvpress OTHER/bin/python     the same beside QuantizedCache, and kvpress where it is installed
 python scripts/bench.py sweep                                 what sharing prefills and decoding together saves
 python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks beside the same at once
 python scripts/bench.py generation                            bytes and time per token along a long output
@@ -50,6 +53,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     overhead.add_argument("--tokens", type=int, default=32, help="decoded tokens per measurement")
     overhead.add_argument("--budget", type=float, default=0.1, help="of the check `evicted`")
+    for name, about in (("decode", "decode per token of some methods beside plain"), ("prefill", "prompts likewise")):
+        chosen = commands.add_parser(name, parents=[placed], help=about)
+        _beside_plain(chosen)
+    peers = commands.add_parser(
+        "peers", parents=[placed], help="others that compress caches, each beside its own plain"
+    )
+    _beside_plain(peers)
+    peers.add_argument("--kvpress", type=Path, default=None, help="python of an environment with kvpress")
+    peers.add_argument("--presses", default="KnormPress,StreamingLLMPress,SnapKVPress", help="of kvpress")
+    peers.add_argument("--share", type=float, default=0.9, help="of the tokens that a press drops")
+    peers.add_argument("--quantized", default="auto", help="backend of QuantizedCache: auto, none, quanto, hqq or fp8")
+    peers.add_argument("--only", default="", help="prefill or decode")
     sweep = commands.add_parser(
         "sweep", parents=[common], help="cells one by one, with shared prefills, and decoded together"
     )
@@ -70,6 +85,106 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     along.add_argument("--only", default="", help="memory or time")
     along.add_argument("--png", type=Path, default=None, help="draw the bytes held into this file")
     return parser.parse_args(arguments)
+
+
+def _beside_plain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--methods", default="full,snapkv:0.1", help="name:budget, comma-separated; a share or tokens")
+    parser.add_argument("--lengths", default="4096", help="tokens, comma-separated")
+    parser.add_argument("--pairs", type=int, default=11, help="pairs per row; A/A runs beside them")
+    parser.add_argument("--tokens", type=int, default=32, help="decoded tokens per measurement")
+
+
+def methods_of(text: str) -> dict:
+    """`full,snapkv:0.1` as methods by that name."""
+    from kvcompress.config import method_classes
+
+    known, found = method_classes(), {}
+    for item in filter(None, text.split(",")):
+        name, _, budget = item.partition(":")
+        if name not in known:
+            raise ValueError(f"--methods {name!r} is unknown; valid: {', '.join(known)}")
+        try:
+            found[item] = known[name](budget=json.loads(budget or "1.0"))
+        except json.JSONDecodeError:
+            raise ValueError(f"--methods {item!r}: {budget!r} is no budget; as in snapkv:0.1 or snapkv:512") from None
+    if not found:
+        raise ValueError("--methods is empty: name one, as in snapkv:0.1")
+    return found
+
+
+def beside_plain(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from kvcompress import bench, load, measure
+    from kvcompress.bench_peers import check
+
+    methods, lengths = methods_of(args.methods), [int(n) for n in args.lengths.split(",") if n]
+    model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+    rows = []
+    with measure.threads(args.threads):
+        facts = measure.hardware(model.device)
+        runner = bench.Overhead(model, methods, args.pairs, args.tokens, args.seed, judge=False)
+        for length in lengths:
+            for name in methods:
+                rows.append(runner.run(check(args.command, name), length))
+                write(args, facts, rows)
+    console = Console()
+    Console(width=max(100, console.width)).print(table(rows))
+    return 0
+
+
+def peers(args: argparse.Namespace) -> int:
+    from contextlib import ExitStack
+
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvcompress import bench_peers, load, measure
+
+    whats = [args.only] if args.only else list(bench_peers.WHATS)
+    if not set(whats) <= set(bench_peers.WHATS):
+        raise ValueError(f"--only {args.only!r}; valid: {', '.join(bench_peers.WHATS)}")
+    there = bench_peers.backends()
+    if args.quantized not in ("auto", "none", *there):
+        raise ValueError(f"--quantized {args.quantized!r}: not installed or unknown; here: {', '.join(there)}, none")
+    backend = there[0] if args.quantized == "auto" else args.quantized
+    methods, lengths = methods_of(args.methods), [int(n) for n in args.lengths.split(",") if n]
+    model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+    console, rows = Console(width=max(120, Console().width)), []
+    with measure.threads(args.threads) as threads, ExitStack() as stack:
+        facts = measure.hardware(model.device)
+        runner = bench_peers.Peers(model, methods, args.pairs, args.tokens, args.seed)
+        other = None
+        if args.kvpress is not None:
+            script = Path(__file__).with_name("kvpress_worker.py")
+            other = stack.enter_context(bench_peers.worker(args.kvpress, script, model, threads))
+            facts["kvpress"] = other.versions
+        for what in whats:
+            for length in lengths:
+                for row in runner.ours(what, length):
+                    rows.append(row)
+                    write(args, facts, rows)
+                if backend != "none":
+                    rows.append(runner.quantized(what, length, backend))
+                if other is not None:
+                    presses = [press for press in args.presses.split(",") if press]
+                    rows.extend(runner.kvpress(other, presses, args.share, what, length))
+                write(args, facts, rows)
+    out = Table(
+        "peer", "side", "what", "tokens", "to its plain", "quartiles", "A/A", "plain", "side's", "KV bytes", box=SIMPLE
+    )
+    for row in rows:
+        r = row.ratios
+        spread = f"{r.quartiles[0]:.3f}–{r.quartiles[1]:.3f}"
+        figures = (f"{r.median:.3f}", spread, f"{r.aa:.3f}", f"{1000 * r.a:,.1f} ms", f"{1000 * r.b:,.1f} ms")
+        out.add_row(
+            row.peer, row.side, row.what, str(row.length), *figures, "" if row.bytes is None else f"{row.bytes:.3f}"
+        )
+    console.print(out)
+    if other is not None:
+        console.print(", ".join(f"{name} {version}" for name, version in other.versions.items()), highlight=False)
+    return 0
 
 
 def overhead(args: argparse.Namespace) -> int:
@@ -319,6 +434,7 @@ if __name__ == "__main__":
     options = parse()
     try:
         commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation, "sweep": sweep}
+        commands_of |= {"decode": beside_plain, "prefill": beside_plain, "peers": peers}
         sys.exit(commands_of[options.command](options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kvcompress import calibration, load  # noqa: E402
+from kvcompress import calibration, load, lowrank  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -42,6 +42,15 @@ def drawn_filters(model):
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return torch.randn(config.num_hidden_layers, heads, dim, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_elsewhere(tmp_path_factory):
+    """What low-rank methods measure on small models does not go into the user's folder; each is measured once."""
+    patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("lowrank")
+    patch.setattr(lowrank, "folder", lambda: folder)
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="session", autouse=True)

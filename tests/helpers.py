@@ -26,17 +26,22 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     cls = METHODS[name]
     fields = cls.__dataclass_fields__
     small = {"window": 3, "sinks": 2, "lag": 3, "interval": 3, "recent": 3, "history": 5, "drop": 3, "heads": "random"}
-    small |= {"group": 4, "residual": 8, "page_size": 4, "skip_layers": 1, "rerank": 3}
+    small |= {"group": 4, "residual": 8, "tokens": 128, "length": 32, "page_size": 4, "skip_layers": 1, "rerank": 3}
     for field, value in small.items():
         if field in fields and field not in options and (field != "interval" or fields[field].default is not None):
             options[field] = value
     return cls(budget=budget, **options)
 
 
+def coded(name: str) -> Method:
+    """A method of `CODED` with nothing evicted; one with a budget of bytes has its codec tried in tests of its own."""
+    return make(name, 1.0)
+
+
 def as_published(name: str, budget: float | int) -> Method:
     """A method with its own settings, but for what is measured once per model: small models have no data."""
     cls = METHODS[name]
-    narrow = {"heads": "random", "group": 16}  # heads of small models have 16 numbers
+    narrow = {"heads": "random", "group": 16, "tokens": 128, "length": 32}  # heads of small models have 16 numbers
     return cls(budget=budget, **{name: value for name, value in narrow.items() if name in cls.__dataclass_fields__})
 
 
@@ -121,3 +126,6 @@ def live_storages() -> dict[int, int]:
 def fingerprint(cache: Any) -> list[bytes]:
     """The bytes of everything a cache holds, to see whether it changes."""
     return [t.detach().contiguous().cpu().numpy().tobytes() for layer in cache.layers for t in tensors_of(layer)]
+
+
+BY_HEAD = [name for name in CODED if not coded(name).parts().codec.joint]  # those that evictions go with

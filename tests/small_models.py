@@ -39,6 +39,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
 }
 ARCHITECTURES = tuple(OPTIONS)
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+OPTIONS |= {"deepseek_v2": _LATENT, "deepseek_v3": _LATENT}
+LATENT = ("deepseek_v2", "deepseek_v3")  # multi-head latent attention: one head of 24 + 8 numbers is held
 HYBRID = ("qwen2", "qwen3", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
 
 

@@ -12,7 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
-    DeepseekV3Config,
+    DeepseekV32Config,
     DynamicCache,
     MambaConfig,
     MambaForCausalLM,
@@ -103,17 +103,18 @@ def test_state_space_models_are_refused():
         pass
 
 
-def test_native_mla_is_refused_by_name():
-    """DeepSeek-V3 caches latents, which need an adapter of their own."""
-    config = DeepseekV3Config(
+def test_mla_with_an_indexer_is_refused_by_name():
+    """DeepSeek-V3.2 caches indexer keys beside its latents, which need an adapter of their own."""
+    config = DeepseekV32Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
         topk_group=1,
         kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).eval()
     before = model.config._attn_implementation
-    with pytest.raises(ValueError, match="deepseek_v3.*MLA"), compress(model, Full()):
+    with pytest.raises(ValueError, match="deepseek_v32.*indexer"), compress(model, Full()):
         pass
     assert model.config._attn_implementation == before
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvcompress.bench import CHECKS, EVICTION, Overhead, Row, measurements, plan
+from kvcompress.bench_peers import Peers, backends, worker
 from kvcompress.measure import Ratios
 from kvcompress.methods import H2O, AdaKV, Full, SnapKV
 from kvcompress.methods import METHODS as BY_NAME
@@ -52,7 +53,7 @@ def test_a_slower_hook_layer_shows_in_the_ratio(model, monkeypatch):
 
 
 def test_decoding_starts_from_equal_copies_and_ends_at_the_stated_length(model, monkeypatch):
-    seen, stock = [], Overhead._decode_seconds
+    seen, stock = [], Overhead.decode_seconds
 
     def watch(self, cache):
         start = cache.get_seq_length()
@@ -60,7 +61,7 @@ def test_decoding_starts_from_equal_copies_and_ends_at_the_stated_length(model, 
         seen.append((type(cache).__name__, start, cache.get_seq_length()))
         return seconds
 
-    monkeypatch.setattr(Overhead, "_decode_seconds", watch)
+    monkeypatch.setattr(Overhead, "decode_seconds", watch)
     Overhead(model, METHODS, pairs=2, tokens=5).run(plan(["evicted"])[0][0], 100)
     assert set(seen) == {("DynamicCache", 95, 100), ("CompressedCache", 95, 100)} and len(seen) == 8
 
@@ -127,6 +128,10 @@ def test_the_command_prints_a_table_and_writes_everything_to_json(script, tmp_pa
         ("chunked --methods Snap", "Snap"),
         ("generation --methods rvk", "'rvk' is unknown"),
         ("sweep --modes none", "'none'; valid"),
+        ("decode --methods snap:0.1", "'snap' is unknown"),
+        ("prefill --methods snapkv:x", "'x' is no budget"),
+        ("peers --only both", "valid: prefill, decode"),
+        ("peers --quantized none --kvpress nowhere/python", "python of an environment"),
     ],
 )
 def test_every_command_is_reached_from_the_command_line(arguments, said, monkeypatch):
@@ -134,3 +139,68 @@ def test_every_command_is_reached_from_the_command_line(arguments, said, monkeyp
     monkeypatch.setattr(sys, "argv", ["bench.py", *arguments.split(), "--model", "random/llama"])
     with pytest.raises(SystemExit, match=said):
         runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "bench.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill"])
+def test_methods_of_ones_choice_are_measured_beside_plain(script, command, tmp_path, capsys):
+    out = tmp_path / "o.json"
+    arguments = (
+        f"{command} --model random/llama --methods full,snapkv:40 --lengths 96 --pairs 2 --tokens 2 --json {out}"
+    )
+    assert script.beside_plain(script.parse(arguments.split())) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["check"], r["length"], r["method"].partition("(")[0]) for r in rows] == [
+        (command, 96, "Full"),
+        (command, 96, "SnapKV"),
+    ]
+    assert all(r["ratios"]["pairs"] == 2 and r["ratios"]["aa"] > 0 and r["verdict"] == "" for r in rows)
+    assert "snapkv:40" in capsys.readouterr().out
+
+
+# answers as the real worker does, with times that are known
+STAND_IN = """
+import json, sys
+print(json.dumps({"versions": {"kvpress": "0"}}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "ids" in asked:
+        answer = {"tokens": len(asked["ids"])}
+    elif asked["press"] == "NoPress":
+        answer = {"error": "AttributeError: NoPress"}
+    else:
+        half = asked["press"] is not None
+        answer = {"seconds": 0.5 if half else 1.0, "bytes": 10 if half else 100}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def test_peers_are_each_measured_beside_plain_of_their_own_environment(model, tmp_path):
+    file = tmp_path / "worker.py"
+    file.write_text(STAND_IN)
+    peers = Peers(model, {"snapkv:0.5": SnapKV(budget=0.5, window=8)}, pairs=2, tokens=2)
+    (ours,) = peers.ours("prefill", 64)
+    assert ours.peer == "kvcompress" and ours.ratios.pairs == 2 and 0.4 < ours.bytes < 0.7
+    quantized = peers.quantized("decode", 64, "fp8")
+    assert quantized.side == "QuantizedCache fp8" and quantized.ratios.median > 0 and "fp8" in backends()
+    with worker(Path(sys.executable), file, model, 1) as other:
+        (found,) = peers.kvpress(other, ["SnapKVPress"], 0.9, "decode", 64)
+        assert (found.side, found.ratios.median, found.ratios.aa, found.bytes) == ("SnapKVPress 0.9", 0.5, 1.0, 0.1)
+        with pytest.raises(ValueError, match="NoPress"):
+            next(peers.kvpress(other, ["NoPress"], 0.9, "decode", 64))
+    assert other.process.returncode == 0
+
+
+def test_a_worker_that_cannot_run_is_refused_by_name(model, tmp_path):
+    with (
+        pytest.raises(ValueError, match="nowhere.*python of an environment"),
+        worker(Path("nowhere"), tmp_path, model, 1),
+    ):
+        pass
+    silent = tmp_path / "silent.py"
+    silent.write_text("raise SystemExit(3)")
+    with pytest.raises(ValueError, match="code 3"), worker(Path(sys.executable), silent, model, 1):
+        pass
+    if importlib.util.find_spec("kvpress") is None:
+        real = Path(__file__).parent.parent / "scripts" / "kvpress_worker.py"
+        with pytest.raises(ValueError, match="No module named 'kvpress'"), worker(Path(sys.executable), real, model, 1):
+            pass

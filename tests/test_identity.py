@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import EVICTING, EXACT, feed, make
 from reference import stock_logits
-from small_models import ARCHITECTURES, left_padded, random_ids, small_model
+from small_models import ARCHITECTURES, LATENT, left_padded, random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.methods import METHODS, Full, SnapKV, StreamingLLM
@@ -83,7 +83,7 @@ def test_model_generate_greedy_equals_the_stock_model(name, batch):
     assert (got_logits - logits).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + LATENT)
 def test_full_equals_the_stock_model_of_every_architecture(architecture):
     """Full is the stock model in prompt, in a second multi-token turn and in decode, left-padded."""
     model = stock(architecture)

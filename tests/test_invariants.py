@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import CODED, EVICTING, all_held, as_published, feed, grows, make
+from helpers import BY_HEAD, CODED, EVICTING, all_held, as_published, coded, feed, grows, make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import left_padded, random_ids, small_model
@@ -284,7 +284,7 @@ def test_random_is_seeded():
 
 def quantised():
     """Each method that holds tokens in another form, as codecs of others take it."""
-    return {name: make(name, 1.0).as_codec() for name in CODED}
+    return {name: coded(name).as_codec() for name in BY_HEAD}
 
 
 @pytest.mark.parametrize("codec", CODED)
@@ -299,7 +299,7 @@ def test_a_codec_leaves_the_prompt_exact_and_every_token_held(codec, rows, steps
         for t in range(steps):
             session.step(tokens[:, t : t + 1])
         exact = session.cache.keys_values(0)
-    with compress(MODEL, make(codec, 1.0)) as session:
+    with compress(MODEL, coded(codec)) as session:
         assert (session.prefill(ids, attention_mask=mask).logits - expected).abs().max() <= 1e-5
         for t in range(steps):
             assert session.step(tokens[:, t : t + 1]).isfinite().all()
@@ -310,7 +310,7 @@ def test_a_codec_leaves_the_prompt_exact_and_every_token_held(codec, rows, steps
             assert (near - far)[held].norm() <= 0.7 * far[held].norm()
 
 
-@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize("codec", BY_HEAD)
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_codec_changes_nothing_of_what_a_prompt_keeps(name, codec):
     """Scorers see exact keys and values: the same tokens, batched and left-padded; decode and later turns go on."""
@@ -330,7 +330,7 @@ def test_a_codec_changes_nothing_of_what_a_prompt_keeps(name, codec):
         assert session.cache.kept_tokens().min() >= 1 and session.generate(2).tokens
 
 
-@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize("codec", BY_HEAD)
 def test_a_prompt_in_chunks_goes_on_over_codes(codec):
     """Later chunks attend to codes and to themselves, and the cap holds after each."""
     ids, mask = left_padded([40, 23])
@@ -347,13 +347,13 @@ def test_codes_of_a_batch_row_are_what_the_row_gets_alone(codec):
     rows, steps = [22, 9, 15], 4
     ids, mask = left_padded(rows)
     tokens = random_ids(3, steps)
-    with compress(MODEL, make(codec, 1.0)) as session:
+    with compress(MODEL, coded(codec)) as session:
         session.prefill(ids, attention_mask=mask)
         for t in range(steps):
             session.step(tokens[:, t : t + 1])
         together = session.cache.keys_values(0)
     for b, length in enumerate(rows):
-        with compress(MODEL, make(codec, 1.0)) as session:
+        with compress(MODEL, coded(codec)) as session:
             session.prefill(ids[b : b + 1, -length:])
             for t in range(steps):
                 session.step(tokens[b : b + 1, t : t + 1])

@@ -21,6 +21,7 @@ from small_models import CharacterTokenizer, small_model
 from kvcompress import kvdisk
 from kvcompress.fingerprint import identity, tokens
 from kvcompress.kvstore import Damaged, KVStore, store_of
+from kvcompress.methods import KIVI
 from kvcompress.parts import Plain
 
 FORK = multiprocessing.get_context("fork")
@@ -153,6 +154,25 @@ def test_chunks_stored_as_codes_take_fewer_bytes_and_come_back_as_the_codec_deco
                 coded = codec.decode_keys(codec.encode_keys(given[:, :, :whole]))
                 assert torch.equal(found, torch.cat([coded, given[:, :, whole:]], dim=2))
         assert chunk.nbytes == 2 * LAYERS * HEADS * SIZE * (whole + 4 * (n - whole))
+
+
+def test_kivi_holds_chunks_in_few_bytes_near_to_what_they_were():
+    model = small_model(head_dim=32, hidden_size=128)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = ([torch.randn(1, 2, 70, 32, generator=generator) for _ in range(3)] for _ in range(2))
+    exact, found = KVStore(model).put([5] * 70, keys, values), {}
+    for bits in (2, 4, 8):
+        store = KVStore(model, codec=KIVI(bits=bits, group=32, residual=32).make_codec())
+        chunk = store.put([5] * 70, keys, values)
+        off = [
+            (a - b).square().mean().sqrt()
+            for i in range(3)
+            for a, b in zip(chunk.layer(i), exact.layer(i), strict=True)
+        ]
+        found[bits] = max(map(float, off)), chunk.nbytes / exact.nbytes
+        assert all(torch.equal(chunk.layer(i)[0][:, :, 64:], keys[i][:, :, 64:]) for i in range(3))
+    assert found[2][0] > 2 * found[4][0] > 4 * found[8][0] > 0
+    assert found[2][1] < 0.25 and found[4][1] < 0.3 and found[8][1] < 0.45
 
 
 def test_a_codec_that_needs_more_than_a_chunk_is_refused_by_name(model):

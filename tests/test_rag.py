@@ -14,6 +14,7 @@ from test_longbench import CHAT, bpe
 
 from kvcompress import compress, config, kvstore, load, passages, record
 from kvcompress.haystack import Encoder
+from kvcompress.measure import without_peaks
 from kvcompress.method import Method
 from kvcompress.methods import CacheBlend, Full, SnapKV
 from kvcompress.prefix import PrefixReuse
@@ -306,7 +307,7 @@ def ran(loaded, method, task, number=0):
     sample = list(task.samples(tokenizer))[number]
     with compress(model, Method(), tokenizer=tokenizer) as session:
         sample = replace(sample, reference=task.reference(session, sample))
-    with compress(model, method, tokenizer=tokenizer) as session:
+    with compress(model, method, tokenizer=tokenizer) as session, without_peaks():  # which collect garbage each time
         out = task.run(session, sample)
     out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
     return sample, out, task.score(sample, out)
@@ -415,7 +416,8 @@ def test_one_command_sweeps_ratios_and_the_records_say_what_was_reused(tmp_path,
         cells = [compose("config", [*common, f"method.ratio={ratio}"]) for ratio in (0.0, 1.0)]
         cells.append(compose("config", [*common, "method=full"]))
     runner = Runner(console)
-    outcomes = runner.sweep(cells)
+    with without_peaks():
+        outcomes = runner.sweep(cells)
     assert [outcome.status for outcome in outcomes] == ["ok"] * 3, [o.record.get("error") for o in outcomes]
     records = [
         record.read_record(outcome.folder / "record.json") for outcome in outcomes

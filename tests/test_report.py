@@ -172,3 +172,11 @@ def test_sweeps_of_one_name_in_two_folders_are_kept_apart(tmp_path):
     assert {entry.sweep for entry in found.entries} == {"a/board", "b/board"} and len(found.groups()) == 2
     assert [entry.record["delta_full"] for entry in found.entries if entry.record["method"] == "good"] == [0.0]
     assert {entry.sweep for entry in load([tmp_path / "a"]).entries} == {"board"}
+
+
+def test_figures_beside_the_full_caches_are_columns_where_a_task_has_them(results):
+    records = [entry.record for entry in load([results]).entries]
+    with_ratios = [record | {"metrics.ratio_tpot": 0.514, "metrics.ratio_prefill_growth": None} for record in records]
+    text = markdown([with_ratios])
+    assert "| TPOT × |" in text and "| 0.51 |" in text and "peak ×" not in text and "multiple of the full cache" in text
+    assert "TPOT ×" not in markdown([records]) and "multiple of the full cache" not in markdown([records])

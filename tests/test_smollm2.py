@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from kvcompress import compress
 from kvcompress.method import Needs
-from kvcompress.methods import H2O, KIVI, METHODS, Int8, SnapKV, TurboQuant
+from kvcompress.methods import H2O, KIVI, METHODS, Int8, LowRank, SnapKV, TurboQuant
 from kvcompress.shared import prefill_once
 
 pytestmark = pytest.mark.model
@@ -80,6 +80,13 @@ def test_quantised_caches_hold_what_they_claim_at_2000_tokens(smollm2):
         KIVI(bits=2): coded * pairs * 64 * (2 + 32 / 32) / 8 + (1 - coded) * full + positions,
         Int8(): pairs * (64 + 2) + positions,
         TurboQuant(bits=4): pairs * (64 / 2 + 2) + positions,
+    }
+    text = {"text": "prose", "tokens": 512, "length": 256}  # short, as quality is not looked at here
+    claims |= {
+        LowRank(budget=0.5, **text): 0.5 * full,
+        LowRank(budget=0.5, head_group=3, **text): 0.5 * full,
+        LowRank(budget=0.1, bits=4, head_group=3, **text): 0.1 * full,
+        LowRank(budget=0.5, form="mla", **text): 0.5 * full,
     }
     shared = prefill_once(model, ids, Needs())
     for method, claim in claims.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import feed, keep_positions
 from reference import MaskedReference, stock_logits
-from small_models import ARCHITECTURES, WINDOW, left_padded, random_ids, small_model
+from small_models import ARCHITECTURES, LATENT, WINDOW, left_padded, random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.methods import Full
@@ -53,7 +53,7 @@ def masked(model, ids, mask, more, keeps):
         return reference.forward(more)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + LATENT)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_eviction_equals_the_masked_full_cache(architecture, seed):
     """Random kept sets per layer and head, left-padded: equal one shot, step by step and mixed; and they matter."""
@@ -86,7 +86,7 @@ def test_eviction_equals_the_masked_full_cache(architecture, seed):
     assert (expected - untouched).abs().amax((1, 2)).min() > 1e-2  # in every row
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_append_equals_the_masked_full_cache(architecture):
     """A question appended to an evicted cache sees what was kept and itself, and its own padding stays invisible."""
     model = small_model(architecture)

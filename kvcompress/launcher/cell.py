@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from kvcompress import models, record, tracking
@@ -17,6 +16,7 @@ from kvcompress.budget import NotTogether
 from kvcompress.compression import KERNELS
 from kvcompress.config import RESUME, build_method, build_task, check_keys
 from kvcompress.launcher.lock import Lock, locked
+from kvcompress.machine import is_oom
 from kvcompress.measure import hardware
 from kvcompress.method import Method
 from kvcompress.sanity import Sanity
@@ -243,6 +243,8 @@ class Cell:
         found = record.aggregate(rows)
         if status == "ok" and found["n_samples"] < max(self.total, 1):
             status = "partial"
+        if status == "ok" and rows and all(row["out"].get("oom") for row in rows):
+            status = "oom"
         if status == "ok" and self.method.limited and found["share_inactive"] == 1.0:
             status = "inactive"
         shared = any(row.get("shared") for row in rows)
@@ -293,12 +295,3 @@ class Cell:
 def last_line(text: str | None) -> str:
     """The last line of a traceback: what went wrong."""
     return ((text or "").strip().splitlines() or [""])[-1]
-
-
-def is_oom(error: BaseException) -> bool:
-    """True where memory ran out, on the device or on the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        text in str(error).lower() for text in ("out of memory", "can't allocate memory", "not enough memory")
-    )

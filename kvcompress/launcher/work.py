@@ -5,7 +5,6 @@ A fault ends its cell and no other. What is finished is on disk before the next 
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcompress import batches, models, sanity, tracking
-from kvcompress.launcher.cell import Cell, Outcome, check_lengths, is_oom, pair_id
+from kvcompress.launcher.cell import Cell, Outcome, check_lengths, pair_id
 from kvcompress.launcher.plan import Group, listed
 from kvcompress.launcher.room import new_tokens, too_large, turns
 from kvcompress.launcher.sample import Loaded, apart_because, checked, full_layers, row, run_sample, with_ends
+from kvcompress.machine import is_oom, release
 from kvcompress.measure import without_peaks
 from kvcompress.references import References
 from kvcompress.session import compress
@@ -295,10 +294,3 @@ class Worker:
 
 def open_cells(group: Group) -> list[Cell]:
     return [cell for cell in group.cells if cell.open]
-
-
-def release() -> None:
-    """Give memory back before the next cell."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

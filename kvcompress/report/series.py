@@ -29,8 +29,12 @@ class Series:
 
     @property
     def ordered(self) -> bool:
-        """False where a budget comes twice: runs differ in what a record does not say, so no line joins them."""
-        return len({record["budget"] for record in self.records}) == len(self.records)
+        """False where a budget comes twice: runs differ in what a record does not say, so no line joins them.
+
+        A method without a budget has a line by the bytes that its settings hold.
+        """
+        budgets, held = {r["budget"] for r in self.records}, {r.get("kv.ratio") for r in self.records}
+        return len(budgets) == len(self.records) or (len(budgets) == 1 and len(held) == len(self.records))
 
     def points(self, x: Callable[[Record], Any], y: Callable[[Record], Any]) -> list[tuple[float, float, Record]]:
         """Points at which both values are known."""
@@ -63,11 +67,17 @@ def is_plain(record: Record) -> bool:
 def series(records: Iterable[Record]) -> list[Series]:
     """Finished runs that compress, as series with names that differ; the baseline is left out."""
     found: dict[tuple[Any, ...], Series] = {}
-    for record in records:
-        if record["status"] not in FINISHED or is_baseline(record):
-            continue
+    kept = [record for record in records if record["status"] in FINISHED and not is_baseline(record)]
+    for record in kept:
         key = tuple(record.get(name) for name in KEYS)
         found.setdefault(key, Series(str(record["method"]), family(record))).records.append(record)
+    for key, one in list(found.items()):  # settings that share a budget are lines of their own
+        if not one.ordered and len({record.get("variant") for record in one.records}) > 1:
+            del found[key]
+            for record in one.records:
+                variant = str(record.get("variant") or "")
+                at = (f"{record['method']} {variant}".strip(), *key[1:])
+                found.setdefault(at, Series(at[0], one.family)).records.append(record)
     same = Counter(key[0] for key in found)
     for key, one in found.items():
         if same[key[0]] > 1:  # say in what runs of the same method differ

@@ -64,12 +64,25 @@ DRIFT: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("KL", lambda record: _number(record.get("metrics.kl"), ".3g")),
     ("perplexity", lambda record: _number(record.get("metrics.perplexity_ratio"), ".2f")),
 )
+# multiples of the full cache's figure in the same run, where a task measured any
+BESIDE: tuple[tuple[str, str], ...] = (
+    ("TTFT ×", "metrics.ratio_ttft"),
+    ("TPOT ×", "metrics.ratio_tpot"),
+    ("peak ×", "metrics.ratio_prefill_growth"),
+    ("steady ×", "metrics.ratio_steady_growth"),
+    ("served ×", "metrics.ratio_tokens_per_s"),
+    ("goodput ×", "metrics.ratio_goodput_rate"),
+)
 LEGEND = (
     "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
     "values and positions after compression, as a share of what the full cache holds"
 )
 TIMES_LEGEND = " · TTFT includes compression, TPOT is per decoded token, both medians"
 NO_TIMES_LEGEND = " · no times: prefills were shared (hydra/launcher=basic measures each cell)"
+BESIDE_LEGEND = (
+    " · ×: as a multiple of the full cache in the same run, median over the grid (peak and steady: memory above the weights; "
+    "served and goodput: simulated)"
+)
 DRIFT_LEGEND = (
     " · KL: mean divergence of the next-token distribution from the full cache's, in nats · perplexity: as a multiple of "
     "the full cache's"
@@ -81,14 +94,23 @@ def legend(records: Iterable[Record]) -> str:
     timed = any(record.get("time.ttft_s") is not None for record in records)
     shared = any(record.get("protocol.shared") for record in records)
     text = LEGEND + (TIMES_LEGEND if timed else NO_TIMES_LEGEND if shared else "")
+    text += BESIDE_LEGEND if _beside(records) else ""
     return text + (DRIFT_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
+
+
+def _beside(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
+    """Columns of `BESIDE` that any record of a group has."""
+
+    def show(key: str) -> Callable[[Record], str]:
+        return lambda record: _number(record.get(key), ".2f")
+
+    return tuple((name, show(key)) for name, key in BESIDE if any(record.get(key) is not None for record in group))
 
 
 def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
     """What a table of these records shows."""
-    if all(record.get("metrics.kl") is None for record in group):
-        return COLUMNS
-    return (*COLUMNS[:4], *DRIFT, *COLUMNS[4:])
+    drift = () if all(record.get("metrics.kl") is None for record in group) else DRIFT
+    return (*COLUMNS[:4], *drift, *_beside(group), *COLUMNS[4:])
 
 
 def title(record: Record) -> str:

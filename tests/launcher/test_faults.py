@@ -22,7 +22,7 @@ from kvcompress import models, record
 from kvcompress.launcher import work
 from kvcompress.launcher.cell import Cell
 from kvcompress.launcher.lock import Lock, holder
-from kvcompress.measure import _resident as resident
+from kvcompress.machine import resident
 from kvcompress.methods import TOVA, KeyDiff, SnapKV
 from kvcompress.run import Options, Runner, summary
 from kvcompress.tasks import Needle

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import all_held, make
-from small_models import ARCHITECTURES, HYBRID, random_ids, small_model
+from small_models import ARCHITECTURES, HYBRID, LATENT, random_ids, small_model
 
 from kvcompress import blend, chunks, compat, compress
 from kvcompress.kvstore import Damaged, KVStore
 from kvcompress.methods import CacheBlend, Full, SnapKV
 from kvcompress.methods.cacheblend import Blended
+from kvcompress.methods.int8 import Int8Codec
+from kvcompress.methods.kivi import KIVICodec
 from kvcompress.record import is_baseline
 
 LENGTHS = (4, 16, 16, 16, 8)  # prefix, three chunks, question
@@ -477,14 +479,29 @@ def test_a_window_of_queries_is_the_last_recomputed_ones_at_their_positions():
             assert held[layer][0][head] == sorted(best) + list(range(TOTAL - window, TOTAL))
 
 
-def test_with_a_codec_what_is_stored_are_the_codes_of_the_blended_rows():
-    """All rows are encoded once, together, as after a full prefill: at ratio 1 they are the same."""
-    from test_codec_reader_seams import PerTokenInt8
-
-    model, segments = model_of(), prompt()
-    expected = run(model, Full(codec=PerTokenInt8()), torch.cat(segments, 1))
-    found = run(model, CacheBlend(ratio=1.0, codec=PerTokenInt8()), segments)
+@pytest.mark.parametrize("codec", [Int8Codec(), KIVICodec(bits=4, group=8, residual=16)], ids=["int8", "kivi"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_codec_takes_the_blended_rows_when_the_prompt_is_done(codec, architecture):
+    """The prompt attends to exact rows; what is held then is what the codec makes of them, as after a full prefill."""
+    model, segments = model_of(architecture), prompt()
+    expected = run(model, Full(codec=codec), torch.cat(segments, 1))
+    found = run(model, CacheBlend(ratio=1.0, codec=codec), segments)
     assert farthest(found[1], expected[1]) <= 1e-5 and (found[0] - expected[0]).abs().max() <= 1e-5
+    exact, coded = (run(model, CacheBlend(ratio=0.3, codec=c), segments) for c in (None, codec))
+    assert torch.equal(exact[0], coded[0])
+    assert 1e-4 < farthest(exact[1], coded[1]) < 0.5
+    assert coded[2]["nbytes"]["valid"] < exact[2]["nbytes"]["valid"]
+
+
+def test_evicting_methods_with_a_codec_start_from_a_blended_prefill_too():
+    """Selection first, by exact keys, then codes: the same tokens as without the codec."""
+    model, segments, found = model_of(), prompt(), []
+    for codec in (None, Int8Codec()):
+        with compress(model, make("SnapKV", 0.5, prefill=Blended(0.3), codec=codec)) as session:
+            logits = session.prefill(segments).logits
+            found.append((all_held(session), logits))
+            assert session.generate(4).tokens
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
 def test_a_later_turn_is_computed_whole():
@@ -602,6 +619,13 @@ def test_scaled_rotation_is_not_scaled_twice_and_one_that_depends_on_the_length_
     dynamic = model_of(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     with pytest.raises(ValueError, match=r"depends on the length \(dynamic RoPE scaling\)"):
         compress(dynamic, CacheBlend()).__enter__()
+
+
+@pytest.mark.parametrize("architecture", LATENT)
+def test_models_that_hold_latents_are_refused_by_name(architecture):
+    """Their rotated part is no part of a key that a chunk could be turned by."""
+    with pytest.raises(ValueError, match=f"'{architecture}' holds latents.*chunks reused elsewhere"):
+        compress(small_model(architecture), CacheBlend()).__enter__()
 
 
 def test_presets_are_what_their_sources_do():

@@ -1,0 +1,152 @@
+"""Memory: the peaks of prompt and decode, what is left after the compression and at the end, and what fits.
+
+Every cell of the grid prompt length x batch x output length is a sample. The same is measured of the full cache in the
+same process. With `memory` the largest batch and the longest prompt that fit are looked for by running them, and said
+beside what a small model predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, ClassVar
+
+from kvcompress import footprint, latency
+from kvcompress.compat import max_positions
+from kvcompress.latency import FULL, OURS, Shape
+from kvcompress.machine import is_oom, release
+from kvcompress.task import Sample, Task, Turn
+
+GIB = 2**30
+FIGURES = (
+    "prefill_growth",
+    "after_growth",
+    "decode_growth",
+    "steady_growth",
+    "cache_after",
+    "cache_end",
+    "prefill_rest",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Task):
+    """Where memory goes, over a grid.
+
+    Attributes:
+        lengths: tokens of a prompt; batches: prompts at once; outputs: tokens generated for each, at least 2.
+        source: of the prompts, "random" ids or "text" (built-in prose).
+        compare: also measure the full cache.
+        memory: GiB into which weights and requests must fit; None: nothing is looked for.
+        tries: runs of each search at most.
+        most: rows of a batch that are tried at most.
+    """
+
+    name: ClassVar[str] = "memory"
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "completed"
+    metric_version: ClassVar[str] = "1"
+    shares_prefill: ClassVar[bool] = False
+    opens_sessions: ClassVar[bool] = True
+
+    lengths: tuple[int, ...] = (1024, 4096)
+    batches: tuple[int, ...] = (1,)
+    outputs: tuple[int, ...] = (32,)
+    source: str = "random"
+    compare: bool = True
+    memory: float | None = None
+    tries: int = 10
+    most: int = 256
+
+    def __post_init__(self) -> None:
+        latency.grid(self.lengths, self.batches, self.outputs)
+        if self.source not in latency.SOURCES:
+            raise ValueError(f"task.source={self.source!r}; valid: {', '.join(latency.SOURCES)}")
+        if self.memory is not None and not self.memory > 0:
+            raise ValueError(f"task.memory={self.memory}; GiB above 0, or null to look for nothing")
+        if self.tries < 1 or self.most < 1:
+            raise ValueError(f"task.tries={self.tries}, task.most={self.most}: at least 1")
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """One per cell of the grid, the smallest first."""
+        for shape in latency.grid(self.lengths, self.batches, self.outputs):
+            yield Sample(
+                id=f"{shape.name}-{self.source}-s{self.seed}",
+                segments=(latency.prompt_ids(tokenizer, shape.prompt, self.source, self.seed),),
+                turns=(Turn((), shape.output),),
+                protocol={"source": self.source},
+                meta={"shape": asdict(shape)},
+            )
+
+    def run(self, session: Any, sample: Sample) -> dict[str, Any]:
+        """Measure one cell of the grid with a session that is not open.
+
+        Raises:
+            ValueError: `memory` is less than the weights take.
+
+        Returns:
+            beside what any task returns (without times): `memory`, the footprints of `method` and `full`, and with a
+            memory to fit into `fits`; `oom` where memory ran out for the method, as in task=latency.
+        """
+        shape = Shape(**sample.meta["shape"])
+        room = None if self.memory is None else round(self.memory * GIB)
+        weights = footprint.weight_bytes(session.model)
+        if room is not None and room <= weights:
+            raise ValueError(f"task.memory={self.memory} GiB: the weights alone take {weights / GIB:.3g} GiB")
+        ids = sample.segments[0]
+        details: dict[str, Any] = {}
+        out: dict[str, Any] = {"shape": asdict(shape), "tokens": [[]], "finished": ["fixed"], "memory": details}
+        out |= {"compressed": None, "end": None}
+        for name in (FULL, OURS) if self.compare else (OURS,):
+            try:
+                with latency.again(session, full=name == FULL) as opened:
+                    prompts = latency.batch_ids(ids, shape.batch, opened.model.device)
+                    found, compressed, end, tokens = footprint.footprint(opened, prompts, shape.output)
+            except Exception as fault:
+                if not is_oom(fault):
+                    raise
+                text = fault.with_traceback(None)
+                release()
+                details[f"{name}_oom"] = latency.out_of_memory(session, ids, shape, text, name == FULL)
+                continue
+            details[name] = found.as_dict()
+            if name == OURS:
+                out |= {"compressed": compressed, "end": end, "tokens": [tokens]}
+                out |= {"prefill_peak": found.prefill_peak, "decode_peak": found.decode_peak}
+        if f"{OURS}_oom" in details:
+            return out | {"oom": details[f"{OURS}_oom"]}
+        if room is not None:
+            longest = max_positions(session.model)
+            longest = (longest or 2**20) - footprint.STEPS
+            details["fits"] = footprint.fits(session, ids, shape, room, self.most, longest, self.tries)
+        return out
+
+    def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
+        """1 where the cell of the grid was measured, 0 where memory ran out: the mean is the share of the grid."""
+        return {"score": 0.0 if out.get("oom") else 1.0}
+
+    def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Bytes of each cell of the grid by its name (`L4096-B1-N32.prefill_growth`), shares of the full cache's, fits."""
+        found: dict[str, Any] = {}
+        shares: dict[str, list[float]] = {}
+        for row in rows:
+            details, name = row["out"]["memory"], Shape(**row["out"]["shape"]).name
+            for figure in FIGURES:
+                for prefix, side in (("", OURS), ("full.", FULL)):
+                    if side in details:
+                        found[f"{name}.{prefix}{figure}"] = details[side][figure]
+                whole = details.get(FULL, {}).get(figure)
+                if whole and OURS in details:
+                    found[f"{name}.ratio_{figure}"] = details[OURS][figure] / whole
+                    shares.setdefault(figure, []).append(details[OURS][figure] / whole)
+            if OURS in details:
+                found["weights"] = details[OURS]["weights"]
+            for side in (OURS, FULL):
+                if f"{side}_oom" in details:
+                    found[f"{name}.{side}_oom"] = details[f"{side}_oom"]["last_good"]
+            for kind in ("batch_together", "batch_apart", "context"):
+                if "fits" in details:
+                    fit = details["fits"][kind]
+                    found |= {f"{name}.fits_{kind}": fit["found"], f"{name}.predicted_{kind}": fit["predicted"]}
+        return found | {f"ratio_{figure}": median(values) for figure, values in shares.items()}

@@ -1,0 +1,93 @@
+"""GQAPool holds means of heads, and attention is that of a model with fewer KV heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import feed
+from reference import stock_logits
+from small_models import left_padded, random_ids, small_model
+from transformers import DynamicCache
+
+from kvcompress import compress
+from kvcompress.methods import GQAPool, SnapKV
+
+
+class PooledCache(DynamicCache):
+    """Holds means of heads, in a loop, in place of the heads; a prompt sees its own as they are."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool = pool
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        n = key_states.shape[2]
+        keys, values = super().update(self.pooled(key_states), self.pooled(value_states), layer_idx, *args, **kwargs)
+        if n == 1:
+            return keys, values
+        return torch.cat([keys[:, :, :-n], key_states], 2), torch.cat([values[:, :, :-n], value_states], 2)
+
+    def pooled(self, x):
+        result = torch.empty_like(x)
+        for first in range(0, x.shape[1], self.pool):
+            members = range(first, first + self.pool)
+            for head in members:
+                result[:, head] = sum(x[:, member] for member in members) / self.pool
+        return result
+
+
+@pytest.mark.parametrize(("groups", "pool"), [(2, 2), (1, 2), (1, 4)])
+def test_attention_sees_the_means(groups, pool):
+    """A later turn and decode equal the stock model over a cache of means."""
+    model, twin = small_model(groups=groups), small_model(groups=groups)
+    ids, more, cache = random_ids(1, 20), random_ids(1, 6, 1), PooledCache(pool)
+    with torch.no_grad():
+        twin(ids, cache=cache)
+        expected = [twin(more[:, :2], cache=cache).logits]
+        expected += [twin(more[:, t : t + 1], cache=cache).logits for t in range(2, 6)]
+    with compress(model, GQAPool(pool=pool)) as session:
+        session.prefill(ids)
+        ones = torch.ones(1, 26, dtype=torch.long)
+        got = [feed(model, session.cache, more[:, :2], ones[:, :22])]
+        got += [feed(model, session.cache, more[:, t : t + 1], ones[:, : 21 + t]) for t in range(2, 6)]
+    assert (torch.cat(got, 1) - torch.cat(expected, 1)).abs().max() <= 1e-5
+    exact = stock_logits(model, torch.cat([ids, more], 1))[:, 20:]
+    assert (torch.cat(got, 1) - exact).abs().max() > 1e-2
+
+
+def test_equal_heads_lose_nothing():
+    """Where the heads of a group are the same, their mean is each of them: left-padded, in decode."""
+    model = small_model(groups=1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+                heads = projection.weight.view(4, 16, -1)
+                heads[1::2] = heads[::2]
+    ids, mask = left_padded([20, 12])
+    more = random_ids(2, 3, 2)
+    whole = torch.cat([mask, torch.ones_like(more)], 1)
+    with compress(model, GQAPool(pool=2)) as session:
+        session.prefill(ids, attention_mask=mask)
+        got = [feed(model, session.cache, more[:, t : t + 1], whole[:, : 21 + t]) for t in range(3)]
+    assert (torch.cat(got, 1) - stock_logits(model, torch.cat([ids, more], 1), whole)[:, 20:]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("groups", "pool"), [(2, 1), (2, 2), (1, 2), (1, 4)])
+def test_bytes_are_those_of_the_heads_left(groups, pool):
+    model = small_model(groups=groups)
+    with compress(model, GQAPool(pool=pool)) as session:
+        session.prefill(random_ids(2, 30))
+        sizes = session.cache.nbytes()
+        assert sizes["keys_values"] * pool == sizes["full"]
+        session.generate(5)
+        sizes = session.cache.nbytes()
+        assert sizes["keys_values"] * pool == sizes["full"]
+
+
+def test_pools_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="pool=0; at least 1"):
+        GQAPool(pool=0)
+    with pytest.raises(ValueError, match="pool=3 does not divide the model's 2 KV heads; valid: 1, 2"):
+        compress(small_model(), GQAPool(pool=3))
+    with pytest.raises(ValueError, match="several heads"):
+        SnapKV(budget=0.5, codec=GQAPool())
