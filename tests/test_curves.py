@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcompress import record
-from kvcompress.report import curves
+from kvcompress.report import curves, equal
 from kvcompress.report.cli import main
 from kvcompress.report.curves import by_budget, by_bytes, draw_all
 from kvcompress.report.entries import gather as load
@@ -167,4 +167,62 @@ def test_a_codec_without_a_budget_is_one_point_among_the_lines(tmp_path):
     panel = by_budget([*group("fidelity"), codec])
     (one,) = [line for line in panel.lines if line.name == "int8"]
     assert panel.points(one) == [(1.03, 0.05, codec)] and "another form" in one.family
-    assert curves._limits(panel)[0] == 0.01  # and counts where the axis begins
+    assert curves.limits(panel)[0] == 0.01  # and counts where the axis begins
+
+
+def coded(method, ratio, codec, scorer="none", budget=1.0, variant="", kl=0.05):
+    parts = {"parts.codec": codec, "parts.scorer": scorer, "metrics.kl": kl, "kv.ratio": ratio, "variant": variant}
+    return made(method, budget, "fidelity", **parts)
+
+
+def test_settings_of_a_method_without_a_budget_are_one_line_by_what_they_hold():
+    bits = [
+        coded("kivi", ratio, "kivi", variant=variant)
+        for ratio, variant in ((0.2, "bits=4"), (0.14, ""), (0.3, "bits=8"))
+    ]
+    (one,) = series([made("full", 1.0, "fidelity"), *bits])
+    assert one.ordered and [record["kv.ratio"] for record in one.records] == [0.3, 0.2, 0.14]
+
+
+def test_settings_that_share_budgets_are_lines_of_their_own():
+    records = [
+        coded("snap", budget * share, "kivi", "Snap", budget, variant)
+        for budget in (0.5, 0.25)
+        for share, variant in ((0.2, "codec=kivi"), (0.3, "codec=kivi codec.bits=4"))
+    ]
+    assert [(one.name, len(one.records), one.ordered) for one in series(records)] == [
+        ("snap codec=kivi", 2, True),
+        ("snap codec=kivi codec.bits=4", 2, True),
+    ]
+
+
+def test_all_families_stand_on_one_axis_of_bytes(tmp_path):
+    records = [
+        *group("fidelity", ("snap",)),
+        coded("kivi", 0.2, "kivi"),
+        coded("lowrank", 0.5, "lowrank", budget=0.5),
+        coded("lowrank", 0.12, "lowrank", budget=0.12, variant="bits=4"),
+        coded("snap", 0.1, "kivi", "Snap", 0.5),
+    ]
+    assert [equal.kind(record) for record in records[2:]] == [
+        "eviction",
+        "eviction",
+        "quantisation",
+        "low rank",
+        "low rank and quantisation",
+        "eviction and another form",
+    ]
+    write(tmp_path / "many", records)
+    written = equal.draw_equal(load([tmp_path / "many"]).entries, tmp_path / "out")
+    assert [path.name for path in written] == [f"slope-tiny_model-equal-bytes.{kind}" for kind in ("png", "svg")]
+    write(tmp_path / "one", group("fidelity"))
+    assert equal.draw_equal(load([tmp_path / "one"]).entries, tmp_path / "out") == [], "eviction alone is no comparison"
+
+
+def test_every_run_of_the_equal_bytes_figure_is_a_point_at_what_it_holds():
+    records = [*group("fidelity", ("snap",)), coded("kivi", 0.2, "kivi", kl=0.01)]
+    (axes,) = equal._figure([equal._panel(records)], "t").axes
+    points = {(round(float(x), 3), float(y)) for line in axes.lines for x, y in line.get_xydata()}
+    for record_ in records[1:]:
+        if record_["budget"] < 1.0 or record_["method"] == "kivi":
+            assert (round(record_["kv.ratio"], 3), record_["metrics.kl"]) in points

@@ -13,6 +13,7 @@ from kvcompress.report.command import from_hydra
 from kvcompress.report.curves import draw_all
 from kvcompress.report.decode import draw_speed
 from kvcompress.report.entries import Entry, gather
+from kvcompress.report.equal import draw_equal
 from kvcompress.report.frame import others
 from kvcompress.report.fronts import draw_fronts
 from kvcompress.report.heatmap import draw
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
         figures = draw_all(found.entries, options.png, beside) + draw_fronts(found.entries, options.png)
-        for path in figures + draw_reuse(found.entries, options.png):
+        for path in figures + draw_equal(found.entries, options.png) + draw_reuse(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
         written = write_page(found, options.html, foreign, from_hydra())

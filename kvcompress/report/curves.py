@@ -14,7 +14,18 @@ from kvcompress.record import is_baseline
 from kvcompress.report.entries import Entry, several
 from kvcompress.report.figure import plotting, save
 from kvcompress.report.foreign import points
-from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record, Series, rows, series, spread, unlimited
+from kvcompress.report.series import (
+    COLOURS,
+    CONTEXT,
+    MARKERS,
+    Record,
+    Series,
+    is_plain,
+    rows,
+    series,
+    spread,
+    unlimited,
+)
 
 FLOOR = 1e-6  # divergences below are rounding of float32 logits
 SIZE = 8  # of text, in points
@@ -116,14 +127,16 @@ def divergence(group: Sequence[Record]) -> bool:
     return any(record.get("metrics.kl") is not None for record in group)
 
 
-def _get(key: str, record: Record) -> Any:
+def get(key: str, record: Record) -> Any:
+    """A value of a record."""
     return record.get(key)
 
 
-def _y(group: Sequence[Record]) -> dict[str, Any]:
+def y_axis(group: Sequence[Record]) -> dict[str, Any]:
+    """What stands on the y axis of a panel, as its arguments."""
     if divergence(group):
-        return {"y": partial(_get, "metrics.kl"), "y_label": "KL(full ‖ compressed), nats per token", "log_y": True}
-    return {"y": partial(_get, "score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
+        return {"y": partial(get, "metrics.kl"), "y_label": "KL(full ‖ compressed), nats per token", "log_y": True}
+    return {"y": partial(get, "score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
 
 
 def by_budget(group: list[Record], others: Sequence[Record] = ()) -> Panel:
@@ -135,7 +148,7 @@ def by_budget(group: list[Record], others: Sequence[Record] = ()) -> Panel:
     beside = [] if divergence(group) else points(group, others)
     if beside:
         label += "\n(grey ×: numbers of others, at the share they asked for)"
-    return Panel(about(group), group, x=partial(_get, "kv.ratio"), x_label=label, others=beside, **_y(group))
+    return Panel(about(group), group, x=partial(get, "kv.ratio"), x_label=label, others=beside, **y_axis(group))
 
 
 def by_bytes(group: list[Record]) -> list[Panel]:
@@ -144,10 +157,10 @@ def by_bytes(group: list[Record]) -> list[Panel]:
         Panel(
             f"{about(group)} · {kind} bytes",
             group,
-            x=partial(_get, f"kv.bytes_{kind}"),
+            x=partial(get, f"kv.bytes_{kind}"),
             x_label=f"{kind} bytes held from the prompt's end to the last token (MB)",
             bytes_x=True,
-            **_y(group),
+            **y_axis(group),
         )
         for kind in ("peak", "mean")
     ]
@@ -166,12 +179,12 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     size = (5.9 * len(panels), height * len(families) + 0.7)
     figure, grid = plt.subplots(len(families), len(panels), figsize=size, layout="constrained", squeeze=False)
     for column, panel in enumerate(panels):
-        limits = _limits(panel)
+        bounds = limits(panel)
         for line, (name, members) in enumerate(families):
             axes = grid[line][column]
             drawn = {one.name: one for one in panel.lines}
             wanted = [(one.name, drawn.get(one.name)) for one in members]
-            _paint(axes, panel, wanted, limits, height)
+            _paint(axes, panel, wanted, bounds, height)
             axes.set_title(name, fontsize=SIZE + 1, loc="left")
             if line == 0:
                 axes.set_title(f"{panel.title}\n\n{name}", fontsize=SIZE + 1, loc="left")
@@ -182,7 +195,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     return figure
 
 
-def _limits(panel: Panel) -> tuple[float, float]:
+def limits(panel: Panel) -> tuple[float, float]:
     """Limits of y, the same for all families."""
     if not panel.log_y:
         return -0.03, 1.05
@@ -192,9 +205,9 @@ def _limits(panel: Panel) -> tuple[float, float]:
 
 
 def _paint(
-    axes: Any, panel: Panel, members: Sequence[tuple[str, Series | None]], limits: tuple[float, float], height: float
+    axes: Any, panel: Panel, members: Sequence[tuple[str, Series | None]], bounds: tuple[float, float], height: float
 ) -> None:
-    low, high = limits
+    low, high = bounds
     names = {name for name, _ in members}
     for other in panel.lines:
         if other.name not in names:
@@ -224,7 +237,7 @@ def _paint(
         axes.plot(xs, ys, color=colour, marker=marker, ms=3.5, zorder=3, **style)
         if not panel.bytes_x:
             for x, y, record in found:
-                if isinstance(record["budget"], float) and abs(x - record["budget"]) > 0.01:
+                if _nominal(record) and abs(x - record["budget"]) > 0.01:
                     axes.plot([record["budget"], x], [max(y, low)] * 2, color=colour, lw=0.6, zorder=2)
                     axes.plot([record["budget"]], [max(y, low)], marker="|", ms=5, color=colour, zorder=2)
         ends.append(End(name, colour, marker, xs[-1], ys[-1], fmean(y for _, y, _ in found)))
@@ -233,12 +246,21 @@ def _paint(
     )
     for x, y, row in panel.others if len(panel.others) <= NAMED else ():
         axes.annotate(str(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS)
-    _labels(axes, ends, height, panel.log_y)
+    label_ends(axes, ends, height, panel.log_y)
     axes.tick_params(labelsize=SIZE)
     axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _nominal(record: Record) -> bool:
+    """True where the budget says what share of bytes was asked for: not of a codec's, nor of one beside an eviction."""
+    return isinstance(record["budget"], float) and (is_plain(record) or record["budget"] < 1.0 and not _evicts(record))
+
+
+def _evicts(record: Record) -> bool:
+    return record.get("parts.scorer") not in (None, "none")
 
 
 def _scale_x(axes: Any, panel: Panel) -> None:
@@ -259,7 +281,7 @@ def _scale_x(axes: Any, panel: Panel) -> None:
         axes.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.0f}%")
 
 
-def _labels(axes: Any, ends: Sequence[End], height: float, tied: bool) -> None:
+def label_ends(axes: Any, ends: Sequence[End], height: float, tied: bool) -> None:
     """Each line's name right of the panel, in its colour and behind its marker.
 
     Tied to its last point where lines end apart; scores mostly end together at nothing, so there the name of the line
