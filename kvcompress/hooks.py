@@ -17,8 +17,8 @@ from kvcompress import (
     passes,
 )
 from kvcompress.cache import CompressedCache
-from kvcompress.codec import Codec, GroupedCodec
 from kvcompress.compression import Compressor
+from kvcompress.fit import check_fit
 from kvcompress.forward import Forward, Fusing
 from kvcompress.layer import CompressedLayer
 from kvcompress.method import Method
@@ -49,18 +49,7 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
-        codec = self.compressor.parts.codec
-        changes = codec.needs_rotation or type(codec).query is not Codec.query or isinstance(codec, GroupedCodec)
-        if compat.holds_latents(model) and changes:
-            raise ValueError(
-                f"codec={codec.name} has a way of its own to read keys, and {model.config.model_type!r} holds latents: "
-                "take codec=plain, or one that codes token by token, such as int8"
-            )
-        if self.compressor.needs.extra_passes and self.tokenizer is None:
-            raise ValueError(
-                f"{type(method).__name__} writes prompts of its own and needs the model's tokenizer: "
-                "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
-            )
+        check_fit(model, self.compressor, self.tokenizer)
         if self.compressor.needs.output:
             self.compressor.projections = compat.output_projections(model)
         self.notes = method.notes(model) if self.compressor.limited else []

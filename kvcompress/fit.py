@@ -1,0 +1,32 @@
+"""Whether a method's parts and a model go together: what is refused by name before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvcompress import compat
+from kvcompress.codec import Codec, GroupedCodec
+from kvcompress.compression import Compressor
+
+
+def check_fit(model: PreTrainedModel, compressor: Compressor, tokenizer: Any) -> None:
+    """Check what a method's own rules cannot know.
+
+    Raises:
+        ValueError: a codec that changes how keys are read, for a model that holds latents; or a method that writes
+            prompts of its own and has no tokenizer.
+    """
+    codec = compressor.parts.codec
+    changes = codec.needs_rotation or type(codec).query is not Codec.query or isinstance(codec, GroupedCodec)
+    if compat.holds_latents(model) and changes:
+        raise ValueError(
+            f"codec={codec.name} has a way of its own to read keys, and {model.config.model_type!r} holds latents: "
+            "take codec=plain, or one that codes token by token, such as int8"
+        )
+    if compressor.needs.extra_passes and tokenizer is None:
+        raise ValueError(
+            f"{type(compressor.method).__name__} writes prompts of its own and needs the model's tokenizer: "
+            "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
+        )
