@@ -34,11 +34,15 @@ class Plan(Protocol):
 
     Attributes:
         check_layer: the first layer that is compared, and the last that computes every token.
+        ratio: the share of the context to compute anew behind the check layer.
         mix: hold the reused rows of unselected tokens in the check layer too, instead of the computed ones.
     """
 
     @property
     def check_layer(self) -> int: ...
+
+    @property
+    def ratio(self) -> float: ...
 
     @property
     def mix(self) -> bool: ...
@@ -248,7 +252,7 @@ def _fused(
         with attached(session, fusion):
             logits = session._forward("prompt", ids, None)
         assert cache.real is not None
-        cache.reuse = _report(fusion, reused, len(chunks), computed, precompute_s)
+        cache.reuse = {"ratio": plan.ratio, **_report(fusion, reused, len(chunks), computed, precompute_s)}
     return Prefilled(cache, logits, cache.real.clone())
 
 

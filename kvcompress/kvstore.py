@@ -178,6 +178,7 @@ class KVStore:
         self.memory_bytes = memory_bytes
         self.disk = None if folder is None else DiskTier(Path(folder).expanduser(), self.identity, disk_bytes)
         self.stats = Stats()
+        self._purpose: str | None = None
         self._held: OrderedDict[str, Held] = OrderedDict()
         self._bytes = 0
         self._lock = threading.RLock()  # layers may be loaded by a thread beside the one that computes
@@ -296,6 +297,13 @@ class KVStore:
                 self.stats.evicted += 1
             self._held[key] = chunk
             self._bytes += size
+
+    def serve(self, purpose: str) -> KVStore:
+        """This store for a purpose: what it keeps in memory from another one is forgotten."""
+        if self._purpose not in (None, purpose):
+            self.forget()
+        self._purpose = purpose
+        return self
 
     def forget(self) -> None:
         """Empty the tier in memory, so that the next chunks come from disk or have to be computed."""

@@ -216,7 +216,6 @@ class Rag(Task):
             raise ValueError("rag scores token ids: compress(model, method, tokenizer=tokenizer)")
         segments, turn, device = _tensors(session, sample), sample.turns[0], session.model.device
         stores = {"own": store_of(session.model, "chunks", self.memory_mb, self.tier == "disk")}
-        stores["prefix"] = store_of(session.model, "prefixes", self.memory_mb, False)
         stores["full"] = session.store = stores["own"]
         start = time.perf_counter()
         computed = session.precompute(segments)
@@ -225,6 +224,7 @@ class Rag(Task):
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         found: dict[str, Any] = {}
         for turned in range(self.rounds):
+            stores["prefix"] = self._history(session, turned)
             first = (sample.meta.get("number", 0) + turned) % len(ways)
             for way in ways[first:] + ways[:first]:
                 session.store, session.cache = stores[way], None
@@ -272,6 +272,10 @@ class Rag(Task):
             "f1": f1(text, turn.references, session.tokenizer),
             "f1_full": f1(full, turn.references, session.tokenizer),
         }
+
+    def _history(self, session: Any, turned: int) -> Any:
+        """The prompts that prefix reuse has seen: those before this one of the same cell and round, never itself."""
+        return store_of(session.model, f"prefixes {turned}", self.memory_mb, False).serve(f"{session.method} {self}")
 
     # ------------------------------------------------------------------ scores
 
@@ -348,6 +352,7 @@ def _reuse(report: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, float]:
     found = report.get("reuse") or {}
     usual: dict[str, float] = dict.fromkeys("tokens_reused bytes_loaded load_s wait_s chunks_computed".split(" "), 0.0)
     usual |= {"tokens_recomputed": sum(sizes[:-1]), "recompute_share": 1.0}
+    usual |= {"ratio": found["ratio"]} if "ratio" in found else {}
     return {name: float(found.get(name, value)) for name, value in usual.items()}
 
 

@@ -360,6 +360,14 @@ def test_prefix_reuse_of_the_same_prompt_finds_only_what_earlier_prompts_share(l
     assert second["prefix_reuse"]["tokens_reused"] == len(sample.segments[0])
 
 
+def test_prefix_reuse_never_finds_what_another_run_or_round_of_the_same_prompt_left(loaded, musique):
+    """Else the second ratio of a sweep would be compared with a prompt that is already in the store."""
+    for ratio in (0.2, 0.4):
+        _, out, _ = ran(loaded, CacheBlend(ratio=ratio), task_of(musique, rounds=2), 0)
+        assert out["prefix_reuse"]["tokens_reused"] == 0
+        assert out["reuse"]["ratio"] == ratio and "ratio" not in out["prefix_reuse"]
+
+
 def test_chunks_are_precomputed_once_and_not_within_the_time_measured(loaded, musique):
     task = task_of(musique)
     _, first, _ = ran(loaded, CacheBlend(), task)
@@ -424,6 +432,7 @@ def test_one_command_sweeps_ratios_and_the_records_say_what_was_reused(tmp_path,
     ]  # with what the last one added
     none, whole, full = sorted(records, key=lambda r: (r["method"], r["metrics.kl"] < 1e-6))
     assert none["metrics.kl"] > 1e-4 and whole["metrics.kl"] <= 1e-6 and full["metrics.kl"] <= 1e-6
+    assert (none["metrics.reuse.ratio"], whole["metrics.reuse.ratio"]) == (0.0, 1.0)
     assert none["metrics.reuse.recompute_share"] < 1 == whole["metrics.reuse.recompute_share"]
     assert full["metrics.reuse.tokens_reused"] == 0 and none["baseline"] == full["run_id"]
     for found in (none, whole, full):

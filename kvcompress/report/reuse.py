@@ -31,6 +31,9 @@ def measured(record: Record) -> bool:
 
 def ratio(record: Record) -> float:
     """The share of context tokens that a run was to recompute: what its settings say, else what was measured."""
+    asked = record.get("metrics.reuse.ratio")
+    if asked is not None:
+        return float(asked)
     found = _RATIO.search(str(record.get("variant") or ""))
     if found:
         return float(found[1])
