@@ -87,8 +87,9 @@ def test_a_method_that_only_says_how_tokens_are_held_is_a_codec_of_that_name(nam
     """`codec=NAME` has the settings of `method=NAME`, but for presets; defaults agree."""
     own = METHODS[name]().as_codec()
     assert own.name in config.options("codec", FOLDER) and own.name == name.lower()
-    method = config.build_method(cell("method=snapkv", "budget=0.25", f"codec={own.name}"))
-    assert method == METHODS["SnapKV"](budget=0.25, codec=METHODS[name]()) and method.parts().codec == own
+    beside = "Full" if own.joint else "SnapKV"  # heads held together cannot evict apart
+    method = config.build_method(cell(f"method={beside.lower()}", f"codec={own.name}"))
+    assert method == METHODS[beside](codec=METHODS[name]()) and method.parts().codec == own
 
 
 def test_a_codecs_settings_are_its_own_fields():

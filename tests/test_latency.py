@@ -45,9 +45,10 @@ def test_a_request_is_timed_to_the_end_of_the_devices_work(monkeypatch):
     device = SlowDevice(monkeypatch)
     found = request(slow_session(device), torch.zeros(2, 9, dtype=torch.long), output=4)
     assert len(found.steps_s) == 3 and len(device.took) == 4
-    assert found.ttft_s == pytest.approx(device.took[0], rel=0.05)
-    assert found.steps_s == pytest.approx(device.took[1:], rel=0.05)
-    assert found.total_s == pytest.approx(sum(device.took), rel=0.05)
+    for seconds, took in zip(
+        [found.ttft_s, *found.steps_s, found.total_s], [*device.took, sum(device.took)], strict=True
+    ):
+        assert 0.95 * took <= seconds <= 2 * took  # a call that does not wait takes a thousandth
     assert found.tpot_s == pytest.approx(found.decode_s / 3)
 
 
