@@ -36,7 +36,14 @@ def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[Chunk
 
     Returns:
         the chunks, and how many of them were prefilled now.
+
+    Raises:
+        ValueError: a segment of several rows, or an empty one, before any is prefilled.
     """
+    if rows := next((segment.shape[0] for segment in segments if segment.dim() > 1 and segment.shape[0] > 1), 0):
+        raise ValueError(f"chunks are precomputed for one prompt at a time, not for {rows} rows: do so one by one")
+    if any(segment.numel() == 0 for segment in segments):
+        raise ValueError("an empty chunk has no keys and values: leave it out")
     first, store, computed = compat.first_token(session.model), session.store, 0
     chunks: list[ChunkKV] = []
     for number, segment in enumerate(segments):

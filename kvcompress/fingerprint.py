@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
+from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 WHOLE = 2 << 30  # bytes of weights that are hashed whole; of larger models the edges of every tensor
 EDGE = 1 << 20
+SAMPLE = 16  # numbers of each tensor that are looked at, about
 _known: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
 
@@ -28,11 +30,15 @@ def identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
 
 
 def weights(model: Any) -> str:
-    """16 hex digits of configuration and weights. Remembered until a weight is written to or replaced."""
+    """16 hex digits of configuration and weights. Remembered until a weight is written to or replaced.
+
+    What is written through `.data`, as when adapters are merged, counts no version: it shows in a few numbers of each.
+    """
     named = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    state = tuple(
+    versions = (
         (name, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for name, tensor in named.items()
     )
+    state = *versions, _sample(named.values())
     from kvcompress.models import fingerprint as folder_fingerprint
 
     if model in _known and _known[model][0] == state:
@@ -55,6 +61,16 @@ def weights(model: Any) -> str:
             found.update(part.cpu().numpy().data)
     _known[model] = state, found.hexdigest()[:16]
     return _known[model][1]
+
+
+def _sample(tensors: Iterable[torch.Tensor]) -> bytes:
+    """A few numbers of each tensor."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and not tensor.is_meta:
+            some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLE)]
+            found.setdefault(tensor.device, []).append(some.contiguous().view(torch.uint8))
+    return b"".join(torch.cat(parts).cpu().numpy().tobytes() for parts in found.values())
 
 
 def _config(model: Any) -> str:

@@ -71,7 +71,7 @@ class DiskTier:
         name = hashlib.sha256(self._identity.encode()).hexdigest()[:16]
         self.own = folder / f"{identity['model']}-{name}"
         self._refused: set[Path] = set()  # not asked again until they are written anew
-        self._full = False
+        self._full = self._too_large = False  # said once each
         try:
             self.own.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -150,6 +150,10 @@ class DiskTier:
             tensors |= {f"{name}.{index}": tensor for name, tensor in layer.items()}
         if self._full:
             return False
+        least = sum(tensor.nbytes for tensor in tensors.values())
+        if self.limit is not None and least > self.limit:
+            self._warn_of_size(least)
+            return False
         sums = {name: _sum(tensor) for name, tensor in tensors.items()}
         about = {"format": FORMAT, "identity": self._identity, "key": key, "sums": json.dumps(sums)}
         about["nbytes"] = str(sum(tensor.nbytes for layer in layers for tensor in layer.values()))
@@ -159,7 +163,8 @@ class DiskTier:
             save_file(tensors, temporary, metadata=about)
             size = temporary.stat().st_size
             if not self._room(size, path):
-                raise OSError(f"a chunk takes {size} bytes, the limit is {self.limit}")
+                self._warn_of_size(size)
+                return False
             _flush(temporary)
             os.replace(temporary, path)
             _flush(self.own)
@@ -178,6 +183,16 @@ class DiskTier:
                 logger.debug("cannot remove %s", temporary)
         self._refused.discard(path)
         return True
+
+    def _warn_of_size(self, size: int) -> None:
+        """Say once that a chunk is larger than all files may be; smaller ones are still written."""
+        if not self._too_large:
+            self._too_large = True
+            warnings.warn(
+                f"a chunk takes {size} bytes, the limit is {self.limit}: it is not written to {self.folder}, nor are others "
+                "of more; give the store a higher limit; it goes on in memory",
+                stacklevel=5,
+            )
 
     def _room(self, size: int, path: Path) -> bool:
         """Delete what was used least recently until a file of `size` bytes at `path` fits into the limit, if it can."""

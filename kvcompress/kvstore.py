@@ -191,6 +191,13 @@ class KVStore:
     def bytes_in_memory(self) -> int:
         return self._bytes
 
+    def serves(self, model: Any) -> bool:
+        """True where chunks of `model` as it is now are those of this store."""
+        return not self._differs(identity(model))
+
+    def _differs(self, other: Mapping[str, str]) -> list[str]:
+        return [key for key in ("model", "weights", "dtype") if other[key] != self.identity[key]]
+
     def check(self, model: Any) -> None:
         """Refuse to serve another model.
 
@@ -198,8 +205,7 @@ class KVStore:
             ValueError: names both.
         """
         other = identity(model)
-        differ = [key for key in ("model", "weights", "dtype") if other[key] != self.identity[key]]
-        if differ:
+        if differ := self._differs(other):
             theirs = ", ".join(f"{key} {self.identity[key]}" for key in differ)
             ours = ", ".join(f"{key} {other[key]}" for key in differ)
             raise ValueError(
@@ -347,6 +353,8 @@ def store_of(
 ) -> KVStore:
     """The store of a model for a purpose `name`, made when first asked for: one per purpose and settings.
 
+    Where the model's weights or number type have changed since, a new one takes its place.
+
     Args:
         memory_mb, disk_mb: limits in MiB.
         disk: with a tier on disk, in `KVCOMPRESS_STORE` or the user's cache folder.
@@ -354,7 +362,7 @@ def store_of(
     folder = str(default_folder()) if disk else None
     settings = (name, memory_mb, folder, disk_mb)
     stores = _stores.setdefault(model, {})
-    if settings not in stores:
+    if settings not in stores or not stores[settings].serves(model):
         limit = None if disk_mb is None else disk_mb << 20
         stores[settings] = KVStore(model, memory_mb << 20, folder, limit)
     return stores[settings]

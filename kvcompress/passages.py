@@ -144,9 +144,11 @@ def fit(asked: Asked, encode: Encoder, room: int | None, how: str, most: int | N
     Raises:
         ValueError: room for less than a few tokens.
     """
-    if room is not None and room < LEAST:
+    count = len(asked.passages) if most is None else min(most, len(asked.passages))
+    least = max(LEAST, count if how == "cut" else 0)  # a token of each at least
+    if room is not None and room < least:
         raise ValueError(
-            f"record {asked.id}: its question and the instructions leave {room} tokens for passages, at least {LEAST} are "
+            f"record {asked.id}: its question and the instructions leave {room} tokens for passages, at least {least} are "
             "needed; raise task.max_tokens"
         )
     chunks = [encode(passage) for passage in asked.passages]

@@ -179,6 +179,9 @@ def test_a_prompt_is_no_longer_than_asked_and_says_what_was_left_out(musique):
 def test_no_room_for_passages_is_refused_with_the_setting_to_raise(musique):
     with pytest.raises(ValueError, match="leave -?[0-9]+ tokens for passages, at least 16.*raise task.max_tokens"):
         samples_of(musique, max_tokens=120)
+    with pytest.raises(ValueError, match="leave 16 tokens for passages, at least 20 are"):
+        fitted(["ab"] * 20, 16, "cut")
+    assert sum(map(len, fitted(["ab"] * 20, 16, "cut", most=16).chunks)) == 16
 
 
 # ---------------------------------------------------------------------- bad input

@@ -551,6 +551,9 @@ def test_bad_prompts_are_refused_by_what_is_wrong_with_them():
     refused([good[0], good[1], empty], r"the question \(the last segment\) is empty")
     refused([good[0], random_ids(1, 1100), good[4]], r"its longest segment \(1\) 1100, but 'llama' has 1024 positions")
     refused([torch.cat([s, s]) for s in good], "one prompt at a time, not for 2 rows")
+    with compress(model_of(), CacheBlend()) as session:
+        with pytest.raises(ValueError, match="one prompt at a time, not for 2 rows"):
+            session.precompute([torch.cat([s, s]) for s in good])
     mask = torch.ones(1, TOTAL, dtype=torch.long)
     mask[0, 0] = 0
     refused(good, "without padding", mask=mask)
