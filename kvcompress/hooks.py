@@ -37,6 +37,13 @@ class Hooks:
         compat.check_model(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
+        codec = method.parts().codec
+        changes = codec.needs_rotation or type(codec).query is not Codec.query or isinstance(codec, GroupedCodec)
+        if compat.holds_latents(model) and changes:  # before it is bound, which may take a measurement
+            raise ValueError(
+                f"codec={codec.name} has a way of its own to read keys, and {model.config.model_type!r} holds latents: "
+                "take codec=plain, or one that codes token by token, such as int8"
+            )
         method = method.ready(model)
         self.tokenizer = passes.tokenizer_of(model) if tokenizer is None else tokenizer
         if self.tokenizer is not None:
@@ -49,13 +56,6 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
-        codec = self.compressor.parts.codec
-        changes = codec.needs_rotation or type(codec).query is not Codec.query or isinstance(codec, GroupedCodec)
-        if compat.holds_latents(model) and changes:
-            raise ValueError(
-                f"codec={codec.name} has a way of its own to read keys, and {model.config.model_type!r} holds latents: "
-                "take codec=plain, or one that codes token by token, such as int8"
-            )
         if self.compressor.needs.extra_passes and self.tokenizer is None:
             raise ValueError(
                 f"{type(method).__name__} writes prompts of its own and needs the model's tokenizer: "
