@@ -18,7 +18,7 @@ from kvcompress import (
 )
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
-from kvcompress.fit import check_fit
+from kvcompress.fit import check_codec, check_tokenizer
 from kvcompress.forward import Forward, Fusing
 from kvcompress.layer import CompressedLayer
 from kvcompress.method import Method
@@ -37,6 +37,7 @@ class Hooks:
         compat.check_model(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
+        check_codec(model, method.parts().codec)  # before it is bound, which may take a measurement
         method = method.ready(model)
         self.tokenizer = passes.tokenizer_of(model) if tokenizer is None else tokenizer
         if self.tokenizer is not None:
@@ -49,7 +50,7 @@ class Hooks:
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
         self.compressor = Compressor(method, len(self.full_layers), kernel)
-        check_fit(model, self.compressor, self.tokenizer)
+        check_tokenizer(self.compressor, self.tokenizer)
         if self.compressor.needs.output:
             self.compressor.projections = compat.output_projections(model)
         self.notes = method.notes(model) if self.compressor.limited else []

@@ -135,7 +135,8 @@ ILLEGAL: list[tuple[str, Any]] = [
         lambda m, p: m.compact_positions and (p.allocator.needs.prerope or (p.scorer and p.scorer.needs.prerope)),
     ),
     (
-        "what is evicted differs from head to head, and this codec holds several heads together: take one by head (head_group=1)",
+        "what is evicted differs from head to head, and this codec holds several heads together: take one by head "
+        "(form=palu with head_group=1, or pool=1)",
         lambda m, p: p.codec.joint and p.scorer is not None,
     ),
     (

@@ -35,10 +35,12 @@ class KIVICodec(GroupedCodec):
 
     def __post_init__(self) -> None:
         check_bits(self.bits, (2, 4, 8))
-        if self.group < 1 or self.residual < 1 or self.residual % self.group:
+        if self.group < 1:
+            raise ValueError(f"group={self.group}; at least 1 number shares a scale, and the paper takes 32")
+        if self.residual < 1 or self.residual % self.group:
             raise ValueError(
                 f"residual={self.residual} is no multiple of group={self.group}: keys are encoded in blocks of "
-                f"`residual` tokens, in whole groups; try residual={max(1, -(-self.residual // max(1, self.group))) * max(1, self.group)}"
+                f"`residual` tokens, in whole groups; try residual={max(1, -(-self.residual // self.group)) * self.group}"
             )
 
     def bind(self, model: Any) -> KIVICodec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
@@ -133,10 +134,18 @@ class LowRankCodec(Codec):
         else:
             full = sum(b.keys.shape[0] * (b.keys.shape[1] + b.values.shape[1]) for b in bases.values())
             beside, latents = sum(b.rope.shape[-1] for b in bases.values()), layers
-        left = self.budget * full * item - POSITION * layers - beside * item
+        whole, fixed = full * item, POSITION * layers + beside * item
         if self.bits is not None:
-            left, item = left - SCALES * latents, self.bits / 8
-        return allocate(sides, unit, left / item, self.allocation)
+            fixed, item = fixed + SCALES * latents, self.bits / 8
+        numbers, least = (self.budget * whole - fixed) / item, unit * sum(b.energy.shape[0] for b in sides.values())
+        if numbers < least:
+            share = math.ceil(1000 * (fixed + least * item) / whole) / 1000
+            raise ValueError(
+                f"budget={self.budget} is too small: rank {unit} in all layers takes {least} numbers per token, with what is "
+                f"held beside them {share} of a full cache's bytes; "
+                + (f"budget={share} is the least" if share <= 1.0 else "lower rope_dims")
+            )
+        return allocate(sides, unit, numbers, self.allocation)
 
     def encode(self, keys: Tensor, values: Tensor, slots: Slots) -> dict[str, Tensor]:
         latents = self._of(slots).encode(keys, values, slots)

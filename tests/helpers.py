@@ -34,8 +34,8 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
 
 
 def coded(name: str) -> Method:
-    """A method of `CODED` with nothing evicted; one with a budget of bytes has its codec tried in tests of its own."""
-    return make(name, 1.0)
+    """A method of `CODED` with nothing evicted; one with a budget of bytes gets half of them."""
+    return make(name, 0.5 if METHODS[name].budget_kind == "bytes" else 1.0)
 
 
 def as_published(name: str, budget: float | int) -> Method:

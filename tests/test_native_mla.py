@@ -20,6 +20,7 @@ from kvcompress.methods import (
     Int8,
     KeyDiff,
     Knorm,
+    LowRank,
     SnapKV,
     StreamingLLM,
 )
@@ -165,6 +166,8 @@ class _Turning(Codec):
         (CriticalKV(budget=8, window=2), "output projection.*take another method"),
         (Full(codec=_Turning()), "codec=turning.*holds latents.*codec=plain"),
         (Full(codec=KIVI(group=8, residual=8)), "codec=kivi.*holds latents.*such as int8"),
+        (KIVI(), "codec=kivi.*holds latents.*such as int8"),  # not that another group would do
+        (LowRank(tokens=10**9), "codec=lowrank.*holds latents.*such as int8"),  # before anything is measured
     ],
 )
 def test_what_does_not_go_with_latents_is_refused_by_name(method, words):

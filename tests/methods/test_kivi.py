@@ -353,7 +353,8 @@ def test_a_row_that_has_ended_gets_no_codes():
     [
         ({"bits": 3}, "bits=3; valid: 2, 4, 8"),
         ({"group": 24, "residual": 128}, "residual=128 is no multiple of group=24.*residual=144"),
-        ({"group": 0}, "no multiple of group=0"),
+        ({"group": 0}, "group=0; at least 1"),
+        ({"group": -4}, "group=-4; at least 1"),
         ({"residual": 0}, "residual=0"),
         ({"residual": 48}, "no multiple of group=32"),
     ],

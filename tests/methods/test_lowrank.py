@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -327,9 +328,22 @@ def test_eviction_and_low_rank_go_together():
     assert (rest - expected).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("options", [{}, {"bits": 4}, {"head_group": 2}, {"form": "mla"}, {"form": "mla", "bits": 8}])
+def test_a_budget_below_the_least_is_told_the_least(options):
+    """And the least is enough."""
+    model, short = small_model(), {"tokens": 128, "length": 32, **options}
+    with pytest.raises(ValueError, match="budget=0.02 is too small") as error:
+        compress(model, LowRank(budget=0.02, **short))
+    least = float(re.search(r"budget=([\d.]+) is the least", str(error.value))[1])
+    with compress(model, LowRank(budget=least, **short)) as session:
+        session.prefill(random_ids(1, 40))
+        sizes = session.cache.nbytes()
+        assert 0.9 * least * sizes["full"] <= sizes["valid"] <= least * sizes["full"]
+
+
 @pytest.mark.parametrize("codec", [LowRank(head_group=2), LowRank(form="mla"), LowRankCodec(head_group=2)])
 def test_heads_that_keep_different_tokens_share_no_latent(codec):
-    with pytest.raises(ValueError, match="several heads together.*head_group=1"):
+    with pytest.raises(ValueError, match="several heads together.*form=palu with head_group=1"):
         SnapKV(budget=0.5, codec=codec)
 
 
