@@ -98,8 +98,6 @@ def test_int_budgets_are_tokens(name, rows, budget, seed, steps):
             check_kept(method, session, rows, step + 1)
 
 
-
-
 @pytest.mark.parametrize("name", sorted(METHODS))
 @pytest.mark.parametrize("length", range(1, 9))
 def test_prompts_of_one_to_eight_tokens_are_never_emptied(name, length):
