@@ -453,3 +453,7 @@ def board(tmp_path, records):
 def test_a_ratio_is_read_as_settings_write_it():
     found = [reuse.ratio({"variant": CacheBlend(ratio=ratio).variant()}) for ratio in (0.0, 0.00001, 0.25, 1.0)]
     assert found == [0.0, 0.00001, 0.25, 1.0]
+    blended = SnapKV(budget=0.5, prefill=CacheBlend(ratio=0.3).make_prefill())
+    row = {"method": "snapkv", "variant": blended.variant()}
+    assert reuse.ratio(row) == 0.3 and "prefill.ratio" in row["variant"]
+    assert reuse.name(row).startswith("snapkv prefill=cacheblend prefill.deviation=")
