@@ -18,6 +18,7 @@ from kvcompress.measure import without_peaks
 from kvcompress.method import Method
 from kvcompress.methods import CacheBlend, Full, SnapKV
 from kvcompress.prefix import PrefixReuse
+from kvcompress.report import reuse
 from kvcompress.report.cli import main as report
 from kvcompress.run import Runner
 from kvcompress.tasks import Rag
@@ -456,3 +457,12 @@ def board(tmp_path, records):
     assert all(f"{record['metrics.kl']:.2g}" in text for record in records)
     (figure,) = folder.glob("*-reuse.png")
     assert figure.stat().st_size > 10_000 and not list(folder.glob("*-budget.png"))
+
+
+def test_a_ratio_is_read_as_settings_write_it():
+    found = [reuse.ratio({"variant": CacheBlend(ratio=ratio).variant()}) for ratio in (0.0, 0.00001, 0.25, 1.0)]
+    assert found == [0.0, 0.00001, 0.25, 1.0]
+    blended = SnapKV(budget=0.5, prefill=CacheBlend(ratio=0.3).make_prefill())
+    row = {"method": "snapkv", "variant": blended.variant()}
+    assert reuse.ratio(row) == 0.3 and "prefill.ratio" in row["variant"]
+    assert reuse.name(row).startswith("snapkv prefill=cacheblend prefill.deviation=")

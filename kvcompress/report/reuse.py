@@ -21,7 +21,7 @@ from kvcompress.report.figure import plotting, save
 from kvcompress.report.series import COLOURS, MARKERS, Record
 
 WAYS = {"full": "full prefill", "prefix": "prefix reuse"}
-_RATIO = re.compile(r"\bratio=([0-9.]+)\s*")
+_RATIO = re.compile(r"\b(?:prefill\.)?ratio=([0-9.]+(?:e-?[0-9]+)?)\s*")
 
 
 def measured(record: Record) -> bool:
