@@ -96,10 +96,18 @@ def kv_attention(
 
 def unmasked(layer: CompressedLayer, n: int, forward: Forward, features: Features, compressor: Compressor) -> bool:
     """True if these `n` queries are a sequence's first tokens, and nothing but what they are is to be looked at."""
-    store = layer.held()
-    first = store.length == n and store.kind == "dense"
-    math = compressor.wants_mass or compressor.blockwise or not features.plain
-    return first and forward.real is None and features.window is None and not math
+    plain = forward.real is None and features.window is None and not wants_math(features, compressor)
+    return first_tokens(layer.held(), n) and plain
+
+
+def first_tokens(store: Store, n: int) -> bool:
+    """True if `n` queries are of a sequence's first tokens."""
+    return store.length == n and store.kind == "dense"
+
+
+def wants_math(features: Features, compressor: Compressor) -> bool:
+    """True if probabilities are wanted of several queries, or SDPA cannot do what the model asks for."""
+    return compressor.wants_mass or compressor.blockwise or not features.plain
 
 
 def attend_first(
@@ -146,9 +154,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Output `[B, H, n, D]`, and probabilities `[B, H_kv, G, 1, P]` of a single query where the method wants them."""
     n, store = q.shape[2], layer.held()
-    first = store.length == n and store.kind == "dense"
-    observe_mass, math = compressor.wants_mass, compressor.wants_mass or compressor.blockwise or not features.plain
-    if n == 1 and not first:
+    observe_mass, math = compressor.wants_mass, wants_math(features, compressor)
+    if n == 1 and not first_tokens(store, n):
         return _decode(layer, q, forward, features, compressor)
     if unmasked(layer, n, forward, features, compressor):
         return attend_first(module, q, *layer.keys_values(), features, compressor), None

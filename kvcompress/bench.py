@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from rich.box import SIMPLE
+from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcompress.measure import PeakMemory, Ratios, Timer, paired_ratios
@@ -309,3 +311,30 @@ def figure(value: float, check: str) -> str:
     if check == "memory":
         return f"{value / 2**20:,.0f} MiB"
     return f"{value * 1000:,.1f} ms" if value < 10 else f"{value:,.2f} s"
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows as a table that fits 100 columns (narrower terminals wrap it), what each check compares below it."""
+    out = Table("check", "tokens", "target", "measured", "quartiles", "A/A", "plain", "ours", "verdict", box=SIMPLE)
+    for row in rows:
+        r = row.ratios
+        target = "" if row.target is None else f"≤ {row.target:.2f}"
+        spread = f"{r.quartiles[0]:.3f}–{r.quartiles[1]:.3f}"
+        style = {"missed": "bold red", "met": "green"}.get(row.verdict, "")
+        cells = (
+            target,
+            f"{r.median:.3f}",
+            spread,
+            f"{r.aa:.3f}",
+            figure(r.a, row.check),
+            figure(r.b, row.check),
+            row.verdict,
+        )
+        out.add_row(row.check, str(row.length), *cells, style=style)
+    for column in out.columns:
+        column.no_wrap = True
+    titles = {row.check: f"{row.check}: {row.title}, {row.method}" for row in rows}
+    rule = "missed: the median exceeds the target by more than |A/A - 1|"
+    out.caption = "\n".join([*titles.values(), rule])
+    out.caption_justify = "left"
+    return out

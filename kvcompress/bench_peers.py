@@ -53,6 +53,40 @@ def check(what: str, name: str) -> Check:
     return Check(what, f"{name}, {what} beside plain transformers", name, (), {})
 
 
+def methods_of(text: str) -> dict[str, Method]:
+    """`full,snapkv:0.1` as methods by that name.
+
+    Raises:
+        ValueError: an unknown method, no budget, or nothing.
+    """
+    from kvcompress.config import method_classes
+
+    known, found = method_classes(), dict[str, Method]()
+    for item in filter(None, text.split(",")):
+        name, _, budget = item.partition(":")
+        if name not in known:
+            raise ValueError(f"--methods {name!r} is unknown; valid: {', '.join(known)}")
+        try:
+            found[item] = known[name](budget=json.loads(budget or "1.0"))
+        except json.JSONDecodeError:
+            raise ValueError(f"--methods {item!r}: {budget!r} is no budget; as in snapkv:0.1 or snapkv:512") from None
+    if not found:
+        raise ValueError("--methods is empty: name one, as in snapkv:0.1")
+    return found
+
+
+def lines(rows: Sequence[PeerRow]) -> list[tuple[str, ...]]:
+    """Cells of a table, one line per row: ratios, milliseconds, share of bytes."""
+    found: list[tuple[str, ...]] = []
+    for row in rows:
+        r = row.ratios
+        spread = f"{r.quartiles[0]:.3f}–{r.quartiles[1]:.3f}"
+        figures = (f"{r.median:.3f}", spread, f"{r.aa:.3f}", f"{1000 * r.a:,.1f} ms", f"{1000 * r.b:,.1f} ms")
+        share = "" if row.bytes is None else f"{row.bytes:.3f}"
+        found.append((row.peer, row.side, row.what, str(row.length), *figures, share))
+    return found
+
+
 def backends() -> list[str]:
     """Backends of QuantizedCache that can be used here; `fp8` needs no package."""
     found = [("quanto", is_optimum_quanto_available()), ("hqq", is_hqq_available()), ("fp8", True)]

@@ -18,8 +18,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from kvcompress.method import Method
 from kvcompress.models import cache_dir
 from kvcompress.record import source_hash
+from kvcompress.whole import replacing
 
 Tensor = torch.Tensor
 
@@ -35,6 +37,20 @@ def made(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         "versions": {name: metadata.version(name) for name in ("kvcompress", "torch", "transformers")}
         | {"source": source_hash()},
     }
+
+
+@torch.no_grad()
+def own_text(
+    model: Any, sequences: int, length: int, seed: int, start: int, temperature: float = 1.0, top_p: float = 0.95
+) -> Tensor:
+    """Token ids `[sequences, length]` on the model's device, which it samples after the token `start`, never stopping."""
+    from kvcompress.session import compress
+
+    first = torch.full((sequences, 1), start, device=model.device)
+    with compress(model, Method()) as session:  # no part but the defaults: all is held
+        session.prefill(first)
+        rows = session.generate(length - 1, temperature=temperature, top_p=top_p, seed=seed).tokens
+    return torch.cat([first, torch.tensor(rows, device=model.device)], dim=1)
 
 
 def folders(kind: str, package: Path) -> list[Path]:
@@ -53,10 +69,12 @@ def probe(model: torch.nn.Module) -> Tensor:
 
 
 def save(path: Path, model: torch.nn.Module, tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
-    """Write `tensors` and how they were made, for this model."""
+    """Write `tensors` and how they were made, for this model: whoever reads meanwhile sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     said = {"provenance": json.dumps(provenance, sort_keys=True)}
-    save_file({**{k: v.contiguous() for k, v in tensors.items()}, "probe": probe(model)}, path, metadata=said)
+    held = {**{k: v.contiguous() for k, v in tensors.items()}, "probe": probe(model)}
+    with replacing(path) as temporary:
+        save_file(held, temporary, metadata=said)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -18,6 +18,7 @@ from kvcompress.machine import exact_heap, is_oom, memory_now, release
 from kvcompress.measure import PeakMemory, synchronize, trim
 
 Tensor = torch.Tensor
+GIB = 2**30
 STEPS = 4  # decoded tokens of a run that only asks whether it fits
 WARM = 64  # tokens of the run before the measured one: kernels are chosen, libraries loaded, buffers made
 
@@ -28,6 +29,19 @@ def weight_bytes(model: Any) -> int:
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())
     }
     return sum(storages.values())
+
+
+def stated_room(memory: float | None, weights: int) -> int | None:
+    """Bytes of `task.memory`, GiB for weights and all else; None where nothing has to fit.
+
+    Raises:
+        ValueError: the weights alone take as much.
+    """
+    if memory is None:
+        return None
+    if memory * GIB <= weights:
+        raise ValueError(f"task.memory={memory} GiB: the weights alone take {weights / GIB:.3g} GiB")
+    return round(memory * GIB)
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,14 @@ class Encoder:
         return self._known[text]
 
 
+def prose_ids(encode: Encoder, least: int, seed: int = 0) -> list[int]:
+    """Token ids of built-in prose, whole sentences, at least `least` of them."""
+    prose, ids = built_in_prose(seed), list[int]()
+    while len(ids) < least:
+        ids += encode((" " if ids else "") + next(prose))
+    return ids
+
+
 @dataclass(frozen=True)
 class Frame:
     """What stands around a context, as token ids: `head` before it, `tail` after it (the question and what follows)."""

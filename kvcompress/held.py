@@ -138,12 +138,18 @@ class HeldLayer(CacheLayerMixin):
             return
         self.fresh, store = None, self.held()
         if isinstance(codec, GroupedCodec):
-            self._seal_groups(codec, store)
+            keys, values, positions = (store.get(name) for name in ("keys", "values", "positions"))
+            self.blocks = Blocks.of(codec, keys, values, positions, store.counts)
+            self.blocks.flush()
+            self._exchange(store, {})
             return
         window, shown = codec.needs.window, None
         if window and "queries" in self.state:
             shown = self.state["queries"][:, :, -window:], self.state["query_positions"][:, -window:]
-        channels = codec.encode(store.get("keys"), store.get("values"), self.slots(queries=shown))
+        self._exchange(store, codec.encode(store.get("keys"), store.get("values"), self.slots(queries=shown)))
+
+    def _exchange(self, store: Store, channels: dict[str, Tensor]) -> None:
+        """Hold these channels instead of keys and values."""
         if isinstance(store, DenseStore):
             others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
             self.store = DenseStore.of(others | channels, store.counts, grow=not self.holder().limited)
@@ -152,17 +158,6 @@ class HeldLayer(CacheLayerMixin):
                 store.drop_channel(name)
             for name, value in channels.items():
                 store.put(name, value)
-        self._borrowed, self.sealed = None, True
-
-    def _seal_groups(self, codec: GroupedCodec, store: Store) -> None:
-        self.blocks = Blocks.of(codec, store.get("keys"), store.get("values"), store.get("positions"), store.counts)
-        self.blocks.flush()
-        if isinstance(store, DenseStore):
-            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
-            self.store = DenseStore.of(others, store.counts, grow=not self.holder().limited)
-        else:
-            for name in ("keys", "values"):
-                store.drop_channel(name)
         self._borrowed, self.sealed = None, True
 
     def slots(self, queries: tuple[Tensor, Tensor] | None = None) -> Slots:

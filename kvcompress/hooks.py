@@ -331,9 +331,7 @@ class Hooks:
     def _check_host(self, batch: int, real: Tensor) -> None:
         reader = self.compressor.reader
         if isinstance(reader, PagedReader):
-            config = compat.text_config(self.model)
-            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            per_token = 2 * width * torch.finfo(self.model.dtype).bits // 8
+            per_token = sum(compat.head_sizes(self.model)[0]) * torch.finfo(self.model.dtype).bits // 8
             check_host(reader, self.full_layers, batch, int(real.max()), per_token)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvcompress import machine
-from kvcompress.haystack import Encoder, built_in_prose
+from kvcompress.haystack import Encoder, prose_ids
 from kvcompress.machine import is_oom, release
 from kvcompress.measure import synchronize
 from kvcompress.method import Method
@@ -66,10 +66,7 @@ def prompt_ids(tokenizer: Any, length: int, source: str = "random", seed: int = 
         special, rng = set(tokenizer.all_special_ids), random.Random(f"latency:{seed}:{length}")
         vocabulary = [token for token in range(len(tokenizer)) if token not in special]
         return tuple(rng.choices(vocabulary, k=length))
-    encode, prose, ids = Encoder(tokenizer), built_in_prose(seed), list[int]()
-    while len(ids) < length:
-        ids += encode((" " if ids else "") + next(prose))
-    return tuple(ids[:length])
+    return tuple(prose_ids(Encoder(tokenizer), length, seed)[:length])
 
 
 def batch_ids(ids: Sequence[int], batch: int, device: machine.Device = "cpu") -> Tensor:

@@ -14,19 +14,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from kvcompress import calibration, compat
 from kvcompress.haystack import load_haystack
-from kvcompress.method import Method
 from kvcompress.models import cache_dir
 from kvcompress.passes import tokenizer_of
 
@@ -73,8 +70,11 @@ class CalibrationText:
         """
         count = self.tokens // self.length
         if self.text == OWN:
+            vocabulary = compat.text_config(model).vocab_size
+            ends = (model.config.bos_token_id, model.config.eos_token_id)
+            start = min(next((i for i in ends if isinstance(i, int)), 1), vocabulary - 1)
             # kept, since bases of another form or group are measured on the same text
-            sampled = functools.partial(own_text, model, count, self.length, self.seed)
+            sampled = functools.partial(calibration.own_text, model, count, self.length, self.seed, start)
             return kept(model, self, {}, lambda: {"ids": sampled()})["ids"].to(model.device)
         tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
         if tokenizer is None:
@@ -102,27 +102,6 @@ class CalibrationText:
                 f"calibration text={self.text!r} cannot be read ({error}); valid: {OWN}, {PROSE}, or the path of a "
                 "UTF-8 file"
             ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Everything(Method):
-    """Keeps everything, while a model writes its own text."""
-
-    budget_kind: ClassVar[Literal["none"]] = "none"
-
-
-@torch.no_grad()
-def own_text(model: Any, sequences: int, length: int, seed: int, top_p: float = 0.95) -> Tensor:
-    """Token ids `[sequences, length]` that a model samples after its start token and never stops."""
-    from kvcompress.session import compress
-
-    vocabulary = compat.text_config(model).vocab_size
-    start = next((i for i in (model.config.bos_token_id, model.config.eos_token_id) if isinstance(i, int)), 1)
-    first = torch.full((sequences, 1), min(start, vocabulary - 1), device=model.device)
-    with compress(model, _Everything()) as session:
-        session.prefill(first)
-        rows = session.generate(length - 1, temperature=1.0, top_p=top_p, seed=seed).tokens
-    return torch.cat([first, torch.tensor(rows, device=model.device)], dim=1)
 
 
 # ---------------------------------------------------------------------- measuring
@@ -299,24 +278,14 @@ def stored(model: Any, text: CalibrationText, group: int = 1, tokenizer: Any = N
 def kept(
     model: Any, text: CalibrationText, settings: Mapping[str, Any], measure: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """What was measured on a model and text with some settings, from a file of the user's folder, else now.
-
-    Written at once: whoever reads while another writes sees all of it or nothing.
-    """
+    """What was measured on a model and text with some settings, from a file of the user's folder, else now."""
     path = folder() / f"{fingerprint(model, text, settings)}.safetensors"
     try:
         found = path.stat()
         return dict(_read(path, found.st_mtime_ns, found.st_size))
     except (OSError, SafetensorError):  # there is none, or one that cannot be read
         tensors = {name: value.cpu() for name, value in measure().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    os.close(handle)
-    try:
-        calibration.save(Path(name), model, tensors, asdict(text) | dict(settings))
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    calibration.save(path, model, tensors, asdict(text) | dict(settings))
     return tensors
 
 

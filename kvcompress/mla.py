@@ -132,7 +132,7 @@ def convert(
     ids = text if isinstance(text, Tensor) else text.ids(model, tokenizer)
     heads, rotations = compat.kv_heads(model), compat.rotations(model)
     moments = joint_moments(model, ids)
-    shapes = {layer: (keys.shape[2], values.shape[2]) for layer, keys, values in outputs(model, ids[:1, :2])}
+    shapes = dict(zip(moments, compat.head_sizes(model), strict=True))
     found = {}
     most = max(2 * heads * len(rotated_pairs(rotations[layer])) for layer in moments)
     rope_dims = most // heads if rope_dims is None else rope_dims

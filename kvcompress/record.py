@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
+from kvcompress.whole import replacing
+
 FLOAT_DIGITS = 6
 FINISHED = ("ok", "inactive")
 STATUSES = ("ok", "failed", "oom", "inactive", "partial")
@@ -119,13 +121,11 @@ def versions() -> dict[str, str]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` so that `path` is whole or as it was, whenever the process dies."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1, sort_keys=True, default=str)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -197,10 +197,8 @@ class RunFolder:
         self._write(rows)
 
     def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        samples = self.path / "samples.jsonl"
-        temporary = samples.with_name(f".{samples.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
-        os.replace(temporary, samples)
+        with replacing(self.path / "samples.jsonl") as temporary:
+            temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
 
     def arrange(self, order: Sequence[str]) -> None:
         """Put the finished samples into this order of ids, those it does not name last."""

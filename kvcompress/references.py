@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from kvcompress.method import Method
 from kvcompress.record import digest
 from kvcompress.task import Sample, Task
+from kvcompress.whole import replacing
 
 FOLDER = ".references"
 
@@ -74,11 +74,6 @@ def _read(path: Path) -> dict[str, torch.Tensor] | None:
 
 
 def _write(path: Path, value: dict[str, torch.Tensor]) -> None:
-    """Whole or absent, whenever the process dies; of two that write the same, the last wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         save_file(value, temporary, metadata={"sha256": _checksum(value)})
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

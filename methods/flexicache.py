@@ -15,7 +15,6 @@ from kvcompress.methods.flexicache_profile import unstable_heads
 from kvcompress.pages import PagedReader, PageIndex, top_pages
 
 PAGE = 16
-CONTROLS = ("stable", "unstable", "random")
 Classes = tuple[tuple[bool, ...], ...]
 
 
@@ -57,7 +56,7 @@ class FlexiCacheReader(PagedReader):
         if self.classes:
             return self
         full = [i for i, kind in enumerate(compat.layer_types(model)) if kind == "full_attention"]
-        kv, layers = compat.text_config(model).num_key_value_heads, len(compat.layer_types(model))
+        kv, layers = compat.kv_heads(model), len(compat.layer_types(model))
         everyone = [(i, h) for i in full for h in range(kv)]
         if self.heads == "stable":
             chosen = set()

@@ -21,12 +21,6 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from kvcompress.bench import Row
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -94,29 +88,11 @@ def _beside_plain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens per measurement")
 
 
-def methods_of(text: str) -> dict:
-    """`full,snapkv:0.1` as methods by that name."""
-    from kvcompress.config import method_classes
-
-    known, found = method_classes(), {}
-    for item in filter(None, text.split(",")):
-        name, _, budget = item.partition(":")
-        if name not in known:
-            raise ValueError(f"--methods {name!r} is unknown; valid: {', '.join(known)}")
-        try:
-            found[item] = known[name](budget=json.loads(budget or "1.0"))
-        except json.JSONDecodeError:
-            raise ValueError(f"--methods {item!r}: {budget!r} is no budget; as in snapkv:0.1 or snapkv:512") from None
-    if not found:
-        raise ValueError("--methods is empty: name one, as in snapkv:0.1")
-    return found
-
-
 def beside_plain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvcompress import bench, load, measure
-    from kvcompress.bench_peers import check
+    from kvcompress.bench_peers import check, methods_of
 
     methods, lengths = methods_of(args.methods), [int(n) for n in args.lengths.split(",") if n]
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
@@ -129,7 +105,7 @@ def beside_plain(args: argparse.Namespace) -> int:
                 rows.append(runner.run(check(args.command, name), length))
                 write(args, facts, rows)
     console = Console()
-    Console(width=max(100, console.width)).print(table(rows))
+    Console(width=max(100, console.width)).print(bench.table(rows))
     return 0
 
 
@@ -149,7 +125,7 @@ def peers(args: argparse.Namespace) -> int:
     if args.quantized not in ("auto", "none", *there):
         raise ValueError(f"--quantized {args.quantized!r}: not installed or unknown; here: {', '.join(there)}, none")
     backend = there[0] if args.quantized == "auto" else args.quantized
-    methods, lengths = methods_of(args.methods), [int(n) for n in args.lengths.split(",") if n]
+    methods, lengths = bench_peers.methods_of(args.methods), [int(n) for n in args.lengths.split(",") if n]
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
     console, rows = Console(width=max(120, Console().width)), []
     with measure.threads(args.threads) as threads, ExitStack() as stack:
@@ -174,13 +150,8 @@ def peers(args: argparse.Namespace) -> int:
     out = Table(
         "peer", "side", "what", "tokens", "to its plain", "quartiles", "A/A", "plain", "side's", "KV bytes", box=SIMPLE
     )
-    for row in rows:
-        r = row.ratios
-        spread = f"{r.quartiles[0]:.3f}–{r.quartiles[1]:.3f}"
-        figures = (f"{r.median:.3f}", spread, f"{r.aa:.3f}", f"{1000 * r.a:,.1f} ms", f"{1000 * r.b:,.1f} ms")
-        out.add_row(
-            row.peer, row.side, row.what, str(row.length), *figures, "" if row.bytes is None else f"{row.bytes:.3f}"
-        )
+    for cells in bench_peers.lines(rows):
+        out.add_row(*cells)
     console.print(out)
     if other is not None:
         console.print(", ".join(f"{name} {version}" for name, version in other.versions.items()), highlight=False)
@@ -235,7 +206,7 @@ def overhead(args: argparse.Namespace) -> int:
             progress.update(task, description=f"{check.name} at {length}")
             rows.append(runner.run(check, length))
             write(args, facts, rows)
-    Console(width=max(100, console.width)).print(table(rows))
+    Console(width=max(100, console.width)).print(bench.table(rows))
     return 1 if any(row.missed for row in rows) else 0
 
 
@@ -346,38 +317,6 @@ def generation(args: argparse.Namespace) -> int:
         content |= {"traces": [one.as_dict() for one in traces], "flat": [one.as_dict() for one in flats]}
         args.json.write_text(json.dumps(content) + "\n")
     return int(any(trace.broken() for trace in traces) or any(flat.missed for flat in flats))
-
-
-def table(rows: list[Row]) -> Table:
-    """The rows as a table that fits 100 columns (narrower terminals wrap it), what each check compares below it."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    from kvcompress.bench import figure
-
-    out = Table("check", "tokens", "target", "measured", "quartiles", "A/A", "plain", "ours", "verdict", box=SIMPLE)
-    for row in rows:
-        r = row.ratios
-        target = "" if row.target is None else f"≤ {row.target:.2f}"
-        spread = f"{r.quartiles[0]:.3f}–{r.quartiles[1]:.3f}"
-        style = {"missed": "bold red", "met": "green"}.get(row.verdict, "")
-        cells = (
-            target,
-            f"{r.median:.3f}",
-            spread,
-            f"{r.aa:.3f}",
-            figure(r.a, row.check),
-            figure(r.b, row.check),
-            row.verdict,
-        )
-        out.add_row(row.check, str(row.length), *cells, style=style)
-    for column in out.columns:
-        column.no_wrap = True
-    titles = {row.check: f"{row.check}: {row.title}, {row.method}" for row in rows}
-    rule = "missed: the median exceeds the target by more than |A/A - 1|"
-    out.caption = "\n".join([*titles.values(), rule])
-    out.caption_justify = "left"
-    return out
 
 
 def chunked(args: argparse.Namespace) -> int:

@@ -28,20 +28,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def written(model: Any, args: argparse.Namespace, start: int) -> Any:
-    """Token ids `[sequences, length]` that the model samples after a start token, never stopping."""
-    import torch
-
-    from kvcompress import compress
-    from kvcompress.methods import Full
-
-    first = torch.full((args.sequences, 1), start)
-    with compress(model, Full()) as session:
-        session.prefill(first)
-        rows = session.generate(args.length - 1, temperature=args.temperature, top_p=args.top_p, seed=args.seed).tokens
-    return torch.cat([first, torch.tensor(rows)], dim=1)
-
-
 def read(path: Path, tokenizer: Any, args: argparse.Namespace) -> Any:
     """The first `sequences` pieces of `length` tokens of a file, `[sequences, length]`; fewer if it is shorter."""
     import torch
@@ -63,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         model, tokenizer = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
         if args.text is None:
             start = getattr(tokenizer, "bos_token_id", None)
-            ids = written(model, args, model.config.get_text_config().bos_token_id if start is None else start)
+            start = model.config.get_text_config().bos_token_id if start is None else start
+            sampling = (start, args.temperature, args.top_p)
+            ids = calibration.own_text(model, args.sequences, args.length, args.seed, *sampling).cpu()
             text = f"by the model, temperature {args.temperature}, top-p {args.top_p}, seed {args.seed}"
         else:
             ids, text = read(args.text, tokenizer, args), args.text.name

@@ -13,15 +13,15 @@ from statistics import median
 from typing import Any, ClassVar
 
 from kvcompress import capacity, capacity_points, footprint, latency
+from kvcompress.grid import MeasuredTask
 from kvcompress.latency import FULL, OURS, Shape
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.task import Sample, Turn
 
-GIB = 2**30
 SATURATED = ("tokens_per_s", "requests_per_s", "running_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capacity(Task):
+class Capacity(MeasuredTask):
     """Requests of one prompt and output length at fixed memory.
 
     Attributes:
@@ -34,15 +34,10 @@ class Capacity(Task):
         requests: in a simulation.
         ttft, tpot: targets in seconds; None: `slack` times what the full cache takes for a request by itself.
         rounds, warmup: measurements of each side, and those thrown away before.
-        source: of the prompts, "random" ids or "text" (built-in prose).
+        source: as of `MeasuredTask`.
     """
 
     name: ClassVar[str] = "capacity"
-    version: ClassVar[str] = "1"
-    metric: ClassVar[str] = "completed"
-    metric_version: ClassVar[str] = "1"
-    shares_prefill: ClassVar[bool] = False
-    opens_sessions: ClassVar[bool] = True
 
     lengths: tuple[int, ...] = (1024,)
     output: int = 32
@@ -57,7 +52,6 @@ class Capacity(Task):
     slack: float = 5.0
     rounds: int = 3
     warmup: int = 1
-    source: str = "random"
 
     def __post_init__(self) -> None:
         latency.grid(self.lengths, self.batches, (self.output,))
@@ -97,8 +91,7 @@ class Capacity(Task):
             with the real batched run, the `targets`, and `extrapolated`: more requests than were measured may run.
         """
         ids, weights = sample.segments[0], footprint.weight_bytes(session.model)
-        if self.memory is not None and self.memory * GIB <= weights:
-            raise ValueError(f"task.memory={self.memory} GiB: the weights alone take {weights / GIB:.3g} GiB")
+        room = footprint.stated_room(self.memory, weights)
         batches = sorted(set(self.batches))
         found, ended = capacity_points.rounds(session, ids, self.output, batches, self.check, self.rounds, self.warmup)
         out: dict[str, Any] = {"tokens": [[]], "finished": ["fixed"], "length": len(ids)}
@@ -112,9 +105,7 @@ class Capacity(Task):
             for name, made in found.items()
         }
         whole = costs[FULL]
-        memory = whole.weights + whole.prefill + (self.full_slots - 1) * whole.held
-        if self.memory is not None:
-            memory = round(self.memory * GIB)
+        memory = whole.weights + whole.prefill + (self.full_slots - 1) * whole.held if room is None else room
         ttft = self.ttft or self.slack * whole.prefill_s
         tpot = self.tpot or self.slack * whole.step(1)
         details: dict[str, Any] = {"targets": {"ttft_s": ttft, "tpot_s": tpot}, "memory": memory}
@@ -130,10 +121,6 @@ class Capacity(Task):
             "ttft_s": [one.prefill_s for one in found[OURS]],
             "tpot_s": [one.steps_s[batches[0]] for one in found[OURS]],
         }
-
-    def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
-        """1 where the length was measured, 0 where memory ran out."""
-        return {"score": 0.0 if out.get("oom") else 1.0}
 
     def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Simulated figures of each length by its name (`L1024.tokens_per_s`), those of the full cache, and ratios."""

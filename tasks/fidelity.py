@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, ClassVar
@@ -24,8 +24,9 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompress import jsonl, prompts
+from kvcompress.drift import along, answered
 from kvcompress.generate import pick
-from kvcompress.haystack import Encoder, built_in_prose, frame
+from kvcompress.haystack import Encoder, frame, prose_ids
 from kvcompress.task import Sample, Task, Turn
 
 FIELDS = ("text", "context", "input", "problem", "question")
@@ -58,24 +59,6 @@ def read_texts(path: Path, field: str) -> tuple[tuple[str, str], ...]:
             )
         found.append((f"{path.stem}-{number}", text))
     return tuple(found)
-
-
-def compare(full: torch.Tensor, ours: torch.Tensor, tokens: torch.Tensor) -> dict[str, list[float]]:
-    """Per position, from logits `[n, V]` of both and the tokens `[n]` that came: KL in nats, agreement, -log p of each.
-
-    In float64: at a full budget the divergence is what rounding in the logits makes of it, not in the comparison.
-    """
-    if not bool(full.isfinite().any(-1).all() and ours.isfinite().any(-1).all()) or bool(ours.isnan().any()):
-        raise ValueError("logits that are not numbers: nothing can be compared")
-    p, q = full.double().log_softmax(-1), ours.double().log_softmax(-1)
-    kl = torch.where(p == -math.inf, 0.0, p.exp() * (p - q)).sum(-1).clamp(min=0.0)
-    at = tokens[:, None]
-    return {
-        "kl": kl.tolist(),
-        "agree": (full.argmax(-1) == ours.argmax(-1)).double().tolist(),
-        "nll": (-q.gather(1, at)[:, 0]).tolist(),
-        "nll_full": (-p.gather(1, at)[:, 0]).tolist(),
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +155,7 @@ class Fidelity(Task):
         if self.texts == "builtin":
             encode = Encoder(tokenizer)
             for number in range(self.n_texts):
-                prose = built_in_prose(self.seed * 100_003 + number)
-                ids: list[int] = []
-                while len(ids) < need:
-                    ids += encode((" " if ids else "") + next(prose))
-                yield f"builtin-{number}", ids
+                yield f"builtin-{number}", prose_ids(encode, need, self.seed * 100_003 + number)
             return
         records = list(self._records())
         random.Random(f"fidelity:{self.seed}").shuffle(records)
@@ -199,14 +178,8 @@ class Fidelity(Task):
             found = [logits[0].cpu() for logits in session.follow(forced)]
             return {"logits": torch.cat(found), "tokens": forced[0].cpu()}
         generator = torch.Generator(device=device).manual_seed(self.seed) if self.temperature > 0 else None
-        logits, rows, tokens = prefilled.logits, [], []
-        while True:
-            token = pick(logits, self.temperature, self.top_p, 0, generator)
-            rows.append(logits[0].cpu())
-            tokens.append(int(token))  # the end token, if it comes, is predicted too
-            if len(tokens) == turn.max_new_tokens or tokens[-1] in turn.stop:
-                return {"logits": torch.stack(rows), "tokens": torch.tensor(tokens)}
-            logits = session.step(token[:, None])
+        choose = partial(pick, temperature=self.temperature, top_p=self.top_p, top_k=0, generator=generator)
+        return answered(session, prefilled.logits, turn, choose)
 
     @torch.no_grad()
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
@@ -219,23 +192,18 @@ class Fidelity(Task):
         reference = sample.reference
         if reference is None:
             raise ValueError("fidelity compares with a reference: run it through the runner, or set sample.reference")
-        full, tokens = reference["logits"], reference["tokens"]
-        device = session.model.device
-        prefilled = session.prefill(torch.tensor([sample.segments[0]], device=device))
-        del prefilled
+        session.prefill(torch.tensor([sample.segments[0]], device=session.model.device))
         compressed = session.report(kept_map=True)
         held = [compressed["kv"]["bytes_held"]]
         positions: dict[str, list[float]] = {}
         top: list[int] = []
-        for block in session.follow(tokens[None].to(device)):
-            at, ours = len(top), block[0].float().cpu()
-            found = compare(full[at : at + len(ours)].float(), ours, tokens[at : at + len(ours)])
+        for ours, found in along(session, reference):
             for name, values in found.items():
-                positions.setdefault(name, []).extend(float(f"{value:.6g}") for value in values)
-            top += ours.argmax(-1).tolist()
-            if at:
+                positions.setdefault(name, []).extend(values)
+            if top:
                 now = session.cache.nbytes()
                 held.append(now["valid"] + now["other_layers"])
+            top += ours.argmax(-1).tolist()
         return {
             "tokens": [top],
             "finished": ["forced"],

@@ -7,65 +7,45 @@ where others use the machine. Prompts never come from a shared prefill, and no t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, ClassVar
 
 from kvcompress import latency, roofline
+from kvcompress.grid import GridTask
 from kvcompress.latency import FULL, OURS, Shape
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.task import Sample
 
 FIGURES = ("ttft_s", "prefill_s", "compress_s", "tpot_s", "tokens_per_s", "decode_tokens_per_s")
 RATIOS = ("ttft", "tpot", "total")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latency(Task):
+class Latency(GridTask):
     """What a user waits for, over a grid.
 
     Attributes:
-        lengths: tokens of a prompt; batches: prompts at once; outputs: tokens generated for each, at least 2.
+        lengths, batches, outputs, source: as of `GridTask`.
         rounds: measurements of each side in each cell of the grid.
         warmup: runs of each side before them, thrown away.
         aa: also measure the full cache a second time in each round, to see how far chance alone strays.
-        source: of the prompts, "random" ids or "text" (built-in prose).
         floor: also say how far the run is from what the device's bandwidth and matrix rate allow (a short calibration).
     """
 
     name: ClassVar[str] = "latency"
-    version: ClassVar[str] = "1"
-    metric: ClassVar[str] = "completed"
-    metric_version: ClassVar[str] = "1"
-    shares_prefill: ClassVar[bool] = False
-    opens_sessions: ClassVar[bool] = True
-
-    lengths: tuple[int, ...] = (1024, 4096)
-    batches: tuple[int, ...] = (1,)
-    outputs: tuple[int, ...] = (32,)
     rounds: int = 5
     warmup: int = 1
     aa: bool = True
-    source: str = "random"
     floor: bool = True
 
     def __post_init__(self) -> None:
-        latency.grid(self.lengths, self.batches, self.outputs)
-        if self.source not in latency.SOURCES:
-            raise ValueError(f"task.source={self.source!r}; valid: {', '.join(latency.SOURCES)}")
+        super().__post_init__()
         if self.rounds < 1 or self.warmup < 0:
             raise ValueError(f"task.rounds={self.rounds}, task.warmup={self.warmup}: at least 1 and 0")
 
-    def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """One per cell of the grid, the smallest first."""
-        for shape in latency.grid(self.lengths, self.batches, self.outputs):
-            yield Sample(
-                id=f"{shape.name}-{self.source}-s{self.seed}",
-                segments=(latency.prompt_ids(tokenizer, shape.prompt, self.source, self.seed),),
-                turns=(Turn((), shape.output),),
-                protocol={"source": self.source, "rounds": self.rounds, "warmup": self.warmup},
-                meta={"shape": asdict(shape)},
-            )
+    def protocol(self) -> dict[str, Any]:
+        return {**super().protocol(), "rounds": self.rounds, "warmup": self.warmup}
 
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Measure one cell of the grid with a session that is not open.
@@ -109,10 +89,6 @@ class Latency(Task):
                 for name in ("ttft_s", "prefill_s", "compress_s", "tpot_s")
             },
         }
-
-    def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
-        """1 where the cell of the grid was measured, 0 where memory ran out: the mean is the share of the grid."""
-        return {"score": 0.0 if out.get("oom") else 1.0}
 
     def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Figures of each cell of the grid by its name (`L4096-B1-N32.tpot_s`), and ratios to the full cache over all."""

@@ -7,18 +7,18 @@ beside what a small model predicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, ClassVar
 
 from kvcompress import footprint, latency
 from kvcompress.compat import max_positions
+from kvcompress.grid import GridTask
 from kvcompress.latency import FULL, OURS, Shape
 from kvcompress.machine import is_oom, release
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.task import Sample
 
-GIB = 2**30
 FIGURES = (
     "prefill_growth",
     "after_growth",
@@ -31,12 +31,11 @@ FIGURES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory(Task):
+class Memory(GridTask):
     """Where memory goes, over a grid.
 
     Attributes:
-        lengths: tokens of a prompt; batches: prompts at once; outputs: tokens generated for each, at least 2.
-        source: of the prompts, "random" ids or "text" (built-in prose).
+        lengths, batches, outputs, source: as of `GridTask`.
         compare: also measure the full cache.
         memory: GiB into which weights and requests must fit; None: nothing is looked for.
         tries: runs of each search at most.
@@ -44,40 +43,17 @@ class Memory(Task):
     """
 
     name: ClassVar[str] = "memory"
-    version: ClassVar[str] = "1"
-    metric: ClassVar[str] = "completed"
-    metric_version: ClassVar[str] = "1"
-    shares_prefill: ClassVar[bool] = False
-    opens_sessions: ClassVar[bool] = True
-
-    lengths: tuple[int, ...] = (1024, 4096)
-    batches: tuple[int, ...] = (1,)
-    outputs: tuple[int, ...] = (32,)
-    source: str = "random"
     compare: bool = True
     memory: float | None = None
     tries: int = 10
     most: int = 256
 
     def __post_init__(self) -> None:
-        latency.grid(self.lengths, self.batches, self.outputs)
-        if self.source not in latency.SOURCES:
-            raise ValueError(f"task.source={self.source!r}; valid: {', '.join(latency.SOURCES)}")
+        super().__post_init__()
         if self.memory is not None and not self.memory > 0:
             raise ValueError(f"task.memory={self.memory}; GiB above 0, or null to look for nothing")
         if self.tries < 1 or self.most < 1:
             raise ValueError(f"task.tries={self.tries}, task.most={self.most}: at least 1")
-
-    def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """One per cell of the grid, the smallest first."""
-        for shape in latency.grid(self.lengths, self.batches, self.outputs):
-            yield Sample(
-                id=f"{shape.name}-{self.source}-s{self.seed}",
-                segments=(latency.prompt_ids(tokenizer, shape.prompt, self.source, self.seed),),
-                turns=(Turn((), shape.output),),
-                protocol={"source": self.source},
-                meta={"shape": asdict(shape)},
-            )
 
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Measure one cell of the grid with a session that is not open.
@@ -90,10 +66,7 @@ class Memory(Task):
             memory to fit into `fits`; `oom` where memory ran out for the method, as in task=latency.
         """
         shape = Shape(**sample.meta["shape"])
-        room = None if self.memory is None else round(self.memory * GIB)
-        weights = footprint.weight_bytes(session.model)
-        if room is not None and room <= weights:
-            raise ValueError(f"task.memory={self.memory} GiB: the weights alone take {weights / GIB:.3g} GiB")
+        room = footprint.stated_room(self.memory, footprint.weight_bytes(session.model))
         ids = sample.segments[0]
         details: dict[str, Any] = {}
         out: dict[str, Any] = {"shape": asdict(shape), "tokens": [[]], "finished": ["fixed"], "memory": details}
@@ -121,10 +94,6 @@ class Memory(Task):
             longest = (longest or 2**20) - footprint.STEPS
             details["fits"] = footprint.fits(session, ids, shape, room, self.most, longest, self.tries)
         return out
-
-    def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
-        """1 where the cell of the grid was measured, 0 where memory ran out: the mean is the share of the grid."""
-        return {"score": 0.0 if out.get("oom") else 1.0}
 
     def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Bytes of each cell of the grid by its name (`L4096-B1-N32.prefill_growth`), shares of the full cache's, fits."""

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompress import jsonl, passages, prompts
+from kvcompress.drift import along, answered
 from kvcompress.haystack import Encoder, frame
 from kvcompress.kvstore import store_of
 from kvcompress.measure import PeakMemory, quartiles, synchronize
@@ -29,7 +31,6 @@ from kvcompress.metrics.scores import normalise, qa_f1, token_f1
 from kvcompress.parts import OneShot, Prefill
 from kvcompress.prefix import PrefixReuse
 from kvcompress.task import Sample, Task, Turn
-from kvcompress.tasks.fidelity import compare
 
 SOURCES = {  # files inside paths.data, the first that is there
     "musique_s": ("cacheblend/musique_s.json",),
@@ -191,15 +192,8 @@ class Rag(Task):
     @torch.no_grad()
     def reference(self, session: Any, sample: Sample) -> dict[str, torch.Tensor]:
         """The full model's greedy answer, its end token included, and the logits `[n, V]` that predicted each token."""
-        turn = sample.turns[0]
         logits = session.prefill(_tensors(session, sample)).logits
-        rows, tokens = [], []
-        while True:
-            rows.append(logits[0].float().cpu())
-            tokens.append(int(rows[-1].argmax()))
-            if len(tokens) == turn.max_new_tokens or tokens[-1] in turn.stop:
-                return {"logits": torch.stack(rows), "tokens": torch.tensor(tokens)}
-            logits = session.step(torch.tensor([tokens[-1:]], device=session.model.device))
+        return answered(session, logits, sample.turns[0], partial(torch.argmax, dim=-1))
 
     @torch.no_grad()
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
@@ -336,14 +330,10 @@ def _timed(session: Any, segments: Sequence[torch.Tensor], how: Prefill | None) 
 
 def _followed(session: Any, reference: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     """How far the logits along the full model's answer lie from its own."""
-    full, tokens = reference["logits"], reference["tokens"]
     positions: dict[str, list[float]] = {}
-    at = 0
-    for block in session.follow(tokens[None].to(session.model.device)):
-        ours = block[0].float().cpu()
-        for name, values in compare(full[at : at + len(ours)], ours, tokens[at : at + len(ours)]).items():
-            positions.setdefault(name, []).extend(float(f"{value:.6g}") for value in values)
-        at += len(ours)
+    for _, found in along(session, reference):
+        for name, values in found.items():
+            positions.setdefault(name, []).extend(values)
     return positions
 
 

@@ -29,6 +29,17 @@ def attended(chosen: Tensor) -> set[int]:
     return set(pages)
 
 
+def mask_of(chosen: Tensor, lengths: list[int], size: int, columns: int) -> Tensor:
+    """The columns of left-padded rows that lie in the chosen pages `[B, H, n]`, bool `[B, H, columns]`."""
+    keep = torch.zeros(*chosen.shape[:2], columns, dtype=torch.bool)
+    for b, length in enumerate(lengths):
+        for h in range(chosen.shape[1]):
+            for page in attended(chosen[b, h]):
+                first = max(lengths) - length + page * size
+                keep[b, h, first : first + size] = True
+    return keep
+
+
 def loop_bounds(queries: list[Tensor], keys: Tensor, size: int, reduce: str) -> list[float]:
     """Bound of every page of `keys [n, D]`, reduced over the queries."""
     found = []

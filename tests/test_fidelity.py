@@ -18,6 +18,7 @@ from small_models import random_ids, small_model
 
 import kvcompress.conf
 from kvcompress import compress, config, load
+from kvcompress.drift import compare
 from kvcompress.method import Method, Schedule
 from kvcompress.methods import H2O, Full, SnapKV
 from kvcompress.random_models import byte_tokenizer
@@ -25,7 +26,6 @@ from kvcompress.references import FOLDER, References, _read
 from kvcompress.run import Runner
 from kvcompress.task import Sample, Turn
 from kvcompress.tasks import Fidelity
-from kvcompress.tasks.fidelity import compare
 
 CONF = Path(kvcompress.conf.__file__).resolve().parent
 SHORT = {"prompt_tokens": 60, "continuation_tokens": 12, "n_texts": 2}

@@ -11,8 +11,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from kvcompress.record import is_baseline
-from kvcompress.report.entries import Entry, several
-from kvcompress.report.figure import plotting, save
+from kvcompress.report.entries import Entry, by_model, several
+from kvcompress.report.figure import plotting, quiet, save
 from kvcompress.report.foreign import points
 from kvcompress.report.series import (
     COLOURS,
@@ -84,13 +84,8 @@ def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = 
     the same model and task are grey points beside the scores.
     """
     written: list[Path] = []
-    models: dict[tuple[str, str], dict[str, list[Record]]] = {}
-    for entry in entries:
-        record = entry.record
-        groups = models.setdefault((entry.sweep, str(record["model"])), {})
-        groups.setdefault(str(record.get("protocol.pair")), []).append(record)
-    for (sweep, model), groups in sorted(models.items()):
-        usable = [group for group in groups.values() if any(map(varied, series(group)))]
+    for sweep, model, groups in by_model(entries):
+        usable = [group for group in groups if any(map(varied, series(group)))]
         stem = f"{sweep}-{model.replace('/', '_')}"
         heading = f"{sweep}: {model}"
         panels = sorted((by_budget(group, others) for group in usable), key=lambda panel: (panel.log_y, panel.title))
@@ -247,11 +242,7 @@ def _paint(
     for x, y, row in panel.others if len(panel.others) <= NAMED else ():
         axes.annotate(str(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS)
     label_ends(axes, ends, height, panel.log_y)
-    axes.tick_params(labelsize=SIZE)
-    axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    quiet(axes, SIZE, "y")
 
 
 def _nominal(record: Record) -> bool:
@@ -345,10 +336,7 @@ def _by_position(group: Sequence[Record], title: str) -> Any:
                 )[0]
         axes.set_title(one.name, fontsize=SIZE + 1, loc="left")
         axes.set_yscale("log")
-        axes.tick_params(labelsize=SIZE)
-        axes.grid(axis="y", color="#eeeeee", lw=0.6)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        quiet(axes, SIZE, "y")
     labels = [f"{b:g}" if isinstance(b, float) else f"{b} tok" for b in budgets if b in handles]
     figure.legend([handles[b] for b in budgets if b in handles], labels, title="budget", fontsize=SIZE,
                   title_fontsize=SIZE, loc="outside right center", frameon=False)  # fmt: skip

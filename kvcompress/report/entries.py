@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -111,6 +111,16 @@ def tell_apart(entries: Iterable[Entry]) -> None:
         for folder, members in folders.items() if parts > 1 else ():
             for entry in members:
                 entry.label = "/".join(folder.parts[-parts:])
+
+
+def by_model(entries: Iterable[Entry]) -> Iterator[tuple[str, str, list[list[dict[str, Any]]]]]:
+    """(sweep, model, records by setting) of every sweep and model, in order: what a figure may compare."""
+    models: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for entry in entries:
+        groups = models.setdefault((entry.sweep, str(entry.record["model"])), {})
+        groups.setdefault(str(entry.record.get("protocol.pair")), []).append(entry.record)
+    for (sweep, model), groups in sorted(models.items()):
+        yield sweep, model, list(groups.values())
 
 
 def baselines(entries: Iterable[Entry]) -> dict[tuple[str, Any], Entry]:

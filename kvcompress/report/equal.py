@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from kvcompress.report.curves import SIZE, End, Panel, about, get, label_ends, limits, y_axis
-from kvcompress.report.entries import Entry
-from kvcompress.report.figure import plotting, save
+from kvcompress.report.entries import Entry, by_model
+from kvcompress.report.figure import plotting, quiet, save
 from kvcompress.report.series import MARKERS, Record, series, unlimited
 
 KINDS = {
@@ -38,13 +38,9 @@ def kind(record: Record) -> str:
 
 def draw_equal(entries: Sequence[Entry], folder: Path) -> list[Path]:
     """A figure per sweep and model in which at least two kinds of saving were measured, one panel per setting."""
-    models: dict[tuple[str, str], dict[str, list[Record]]] = {}
-    for entry in entries:
-        groups = models.setdefault((entry.sweep, str(entry.record["model"])), {})
-        groups.setdefault(str(entry.record.get("protocol.pair")), []).append(entry.record)
     written: list[Path] = []
-    for (sweep, model), groups in sorted(models.items()):
-        panels = [_panel(group) for group in groups.values() if len(_kinds(group)) > 1]
+    for sweep, model, groups in by_model(entries):
+        panels = [_panel(group) for group in groups if len(_kinds(group)) > 1]
         if panels := sorted((one for one in panels if one.drawable), key=lambda one: (one.log_y, one.title)):
             stem = folder / f"{sweep}-{model.replace('/', '_')}-equal-bytes"
             written += save(_figure(panels, f"{sweep}: {model}"), stem)
@@ -104,8 +100,4 @@ def _paint(axes: Any, panel: Panel, height: float) -> None:
     axes.set_title(panel.title, fontsize=SIZE + 1, loc="left")
     axes.set_xlabel(panel.x_label, fontsize=SIZE)
     axes.set_ylabel(panel.y_label, fontsize=SIZE)
-    axes.tick_params(labelsize=SIZE)
-    axes.grid(color="#eeeeee", lw=0.6, zorder=0)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    quiet(axes, SIZE)

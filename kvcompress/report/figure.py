@@ -28,3 +28,12 @@ def save(figure: Any, stem: Path) -> list[Path]:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
     return paths
+
+
+def quiet(axes: Any, size: float, grid: str = "both") -> None:
+    """Faint lines behind what is drawn, small numbers, and no frame above and at the right."""
+    axes.tick_params(labelsize=size)
+    axes.grid(axis=grid, color="#eeeeee", lw=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -9,7 +9,7 @@ from typing import Any
 from kvcompress.record import is_baseline
 from kvcompress.report.curves import about
 from kvcompress.report.entries import Entry
-from kvcompress.report.figure import plotting, save
+from kvcompress.report.figure import plotting, quiet, save
 from kvcompress.report.heatmap import label
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record
 from kvcompress.report.stats import pareto
@@ -79,10 +79,6 @@ def _figure(panels: Sequence[dict[str, Any]], title: str) -> Any:
         axes.set_ylim(-0.03, 1.05)
         axes.set_xlabel(panel["label"], fontsize=SIZE)
         axes.set_ylabel(f"score ({str(panel['points'][0][2].get('metric')).partition('/')[0]})", fontsize=SIZE)
-        axes.tick_params(labelsize=SIZE)
-        axes.grid(color="#eeeeee", lw=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        quiet(axes, SIZE)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvcompress.report.curves import FLOOR, SIZE, about
 from kvcompress.report.entries import Entry
-from kvcompress.report.figure import plotting, save
+from kvcompress.report.figure import plotting, quiet, save
 from kvcompress.report.series import COLOURS, MARKERS, Record
 
 WAYS = {"full": "full prefill", "prefix": "prefix reuse"}
@@ -188,11 +188,7 @@ def _figure(group: Sequence[Record], title: str) -> Any:
         axes.set_xlim(left=0)
         axes.set_xlabel("time to first token (s), median; bars: quartiles", fontsize=SIZE)
         axes.set_ylabel(label, fontsize=SIZE)
-        axes.tick_params(labelsize=SIZE)
-        axes.grid(axis="y", color="#eeeeee", lw=0.6, zorder=0)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        quiet(axes, SIZE, "y")
     low, high = right.get_ylim()
     right.set_ylim(min(low, 0.0), max(high, 0.1))
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages_reference import attended, loop_top, watch
+from pages_reference import attended, loop_top, mask_of, watch
 from reference import MaskedReference
 from small_models import left_padded, random_ids, small_model
 
@@ -115,13 +115,7 @@ def test_what_it_returns_is_attention_over_the_chosen_pages(monkeypatch):
         reference.forward(ids, mask)
         for t in range(20):
             for layer, _, chosen in seen[3 * t : 3 * t + 3]:
-                keep = torch.zeros(2, 2, 41 + t + 1, dtype=torch.bool)
-                for b in range(2):
-                    for h in range(2):
-                        for page in attended(chosen[b, h]):
-                            first = 41 - lengths[b] + page * SIZE
-                            keep[b, h, first : first + SIZE] = True
-                reference.keep[layer] = keep
+                reference.keep[layer] = mask_of(chosen, lengths, SIZE, 41 + t + 1)
             assert (got[t] - reference.forward(random_ids(2, 1, t))[:, -1]).abs().max() <= 1e-5, t
         reference.keep = {}
         assert (got[20] - reference.forward(random_ids(2, 5, 50))[:, -1]).abs().max() <= 1e-5

@@ -7,7 +7,7 @@ import torch
 from helpers import feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pages_reference import attended, loop_top, watch
+from pages_reference import attended, loop_top, mask_of, watch
 from reference import MaskedReference, stock_logits
 from small_models import left_padded, random_ids, small_model
 
@@ -122,13 +122,7 @@ def test_what_it_returns_is_attention_over_the_chosen_pages(reduce, monkeypatch)
         for t in range(8):
             reference.keep = {}
             for layer, _, chosen in [entry for entry in seen if entry[0] >= 1][2 * t : 2 * t + 2]:
-                keep = torch.zeros(2, 2, 26 + t + 1, dtype=torch.bool)
-                for b in range(2):
-                    for h in range(2):
-                        for page in attended(chosen[b, h]):
-                            first = 26 - lengths[b] + page * size
-                            keep[b, h, first : first + size] = True
-                reference.keep[layer] = keep
+                reference.keep[layer] = mask_of(chosen, lengths, size, 26 + t + 1)
             expected = reference.forward(random_ids(2, 1, t))[:, -1]
             assert (got[t] - expected).abs().max() <= 1e-5
         reference.keep = {}
