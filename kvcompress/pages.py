@@ -54,14 +54,16 @@ class PageIndex:
     scaling: float = 1.0
     scored: int = field(default=0, init=False)
 
-    def upper(self, q: Tensor, heads: Tensor | None = None) -> Tensor:
+    def upper(self, q: Tensor, heads: Tensor | None = None, width: float = 1.0) -> Tensor:
         """At least the largest q·k of each page, `[B, H_kv, G, P]` float32; -inf where there is no page.
 
-        sum_d max(q_d min_d, q_d max_d), before the model's scaling.
+        sum_d max(q_d min_d, q_d max_d), before the model's scaling: the middle of the bounds, and half their distance
+        on top, sum_d q_d (max_d + min_d) / 2 + |q_d| (max_d - min_d) / 2.
 
         Args:
             q: `[B, H, 1, D]`.
             heads: LongTensor, the KV heads wanted; all by default.
+            width: share of that half distance that counts; below 1 it is no upper bound any more, 0 the middle.
         """
         batch, kv = self.pages.shape
         asked = q.view(batch, kv, -1, q.shape[-1])
@@ -70,6 +72,8 @@ class PageIndex:
             asked, bounds, pages = (x.index_select(1, heads) for x in (asked, bounds, pages))
         self.scored += asked.shape[1]
         both = torch.cat([asked.clamp(min=0), asked.neg().clamp_(min=0)], dim=-1)
+        if width != 1.0:
+            both = torch.lerp(torch.cat([asked, -asked], dim=-1) / 2, both, width)
         scores = torch.matmul(both.float(), bounds.float().transpose(2, 3))
         beyond = torch.arange(scores.shape[-1], device=q.device) >= pages[..., None]
         return scores.masked_fill_(beyond[:, :, None], float("-inf"))
@@ -101,12 +105,14 @@ class PagedReader(Reader):
     Attributes:
         page_size: tokens to a page.
         budget: tokens to read per step, per head: a share of the row's prompt or a number.
+        bound_width: share of the distance from the middle of a page's bounds to the upper one that counts in its score.
     """
 
     in_pages: ClassVar[bool] = True
     across_heads: ClassVar[bool] = False  # heads read the same pages, and so must hold the same tokens
     page_size: int
     budget: Budget
+    bound_width: float = 1.0
 
     def reads_layer(self, layer: int) -> bool:
         """False for a layer whose queries attend to all that it holds."""
@@ -147,6 +153,11 @@ class PagedReader(Reader):
             )
         if isinstance(self.budget, float) and self.budget == 1.0:
             raise ValueError("budget=1.0 reads everything: leave the reader out, or give a share below 1")
+        if not 0.0 <= self.bound_width <= 1.0:
+            raise ValueError(
+                f"bound_width={self.bound_width} is not in [0, 1]: 1 ranks pages by their upper bound (the papers), 0 by the "
+                "middle of their bounds"
+            )
 
 
 def read_pages(

@@ -32,6 +32,7 @@ class FlexiCacheReader(PagedReader):
         rerank: steps from one ranking of stable heads to the next.
         heads: "profile" takes the model's file, a path another one, "stable", "unstable" or "random" are controls.
         unstable: share of all KV heads that are unstable.
+        bound_width: 1 ranks by the upper bound, as the paper; 0 by the middle of the bounds; between them by both.
         classes: per layer of the model, True for its stable heads; `bind` fills them in.
     """
 
@@ -43,6 +44,7 @@ class FlexiCacheReader(PagedReader):
     rerank: int = 16
     heads: str = "profile"
     unstable: float = 0.25
+    bound_width: float = 1.0
     classes: Classes = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,7 @@ class FlexiCacheReader(PagedReader):
         scored = [h for h, is_stable in enumerate(stable) if ranks or not is_stable]
         if scored:
             heads = torch.tensor(scored, device=device)
-            scores = index.upper(q, None if len(scored) == len(stable) else heads).amax(2)
+            scores = index.upper(q, None if len(scored) == len(stable) else heads, self.bound_width).amax(2)
             found[:, heads] = top_pages(scores, wanted, pages[:, heads] - 1)
         if not any(stable):
             return found
@@ -153,6 +155,7 @@ class FlexiCache(Method):
     rerank: int = 16
     heads: str = "profile"
     unstable: float = 0.25
+    bound_width: float = 1.0
 
     def make_reader(self) -> Reader:
         if is_unlimited(self.budget):
@@ -163,4 +166,5 @@ class FlexiCache(Method):
             rerank=self.rerank,
             heads=self.heads,
             unstable=self.unstable,
+            bound_width=self.bound_width,
         )

@@ -25,6 +25,7 @@ class QuestReader(PagedReader):
         skip_layers: first layers whose queries attend to everything.
         min_pages: pages that are read whatever the budget.
         force_last: the newest page is always among them. The released code leaves it to its bound.
+        bound_width: 1 ranks by the upper bound, as the paper; 0 by the middle of the bounds; between them by both.
     """
 
     name: ClassVar[str] = "quest"
@@ -35,6 +36,7 @@ class QuestReader(PagedReader):
     skip_layers: int = 2
     min_pages: int = 3
     force_last: bool = True
+    bound_width: float = 1.0
 
     def __post_init__(self) -> None:
         self.check()
@@ -49,7 +51,7 @@ class QuestReader(PagedReader):
         return layer >= self.skip_layers
 
     def select(self, q: Tensor, index: PageIndex, state: State) -> Tensor:  # type: ignore[override]
-        scores, last = index.upper(q), index.pages - 1
+        scores, last = index.upper(q, width=self.bound_width), index.pages - 1
         if self.group_reduce == "none":
             group = scores.shape[2]
             scores, last = scores.flatten(1, 2), last.repeat_interleave(group, dim=1)
@@ -83,6 +85,7 @@ class Quest(Method):
     skip_layers: int = 2
     min_pages: int = 3
     force_last: bool | None = None
+    bound_width: float = 1.0
 
     def make_reader(self) -> Reader:
         if is_unlimited(self.budget):
@@ -95,4 +98,5 @@ class Quest(Method):
             skip_layers=self.skip_layers,
             min_pages=self.min_pages,
             force_last=self.force_last,
+            bound_width=self.bound_width,
         )

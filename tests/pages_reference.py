@@ -40,22 +40,24 @@ def mask_of(chosen: Tensor, lengths: list[int], size: int, columns: int) -> Tens
     return keep
 
 
-def loop_bounds(queries: list[Tensor], keys: Tensor, size: int, reduce: str) -> list[float]:
-    """Bound of every page of `keys [n, D]`, reduced over the queries."""
+def loop_bounds(queries: list[Tensor], keys: Tensor, size: int, reduce: str, width: float = 1.0) -> list[float]:
+    """Score of every page of `keys [n, D]`, reduced over the queries: `width` of the way from its middle to its bound."""
     found = []
     for start in range(0, len(keys), size):
         page = keys[start : start + size]
         low, high = page.min(0).values, page.max(0).values
-        bounds = [float(torch.maximum(q * low, q * high).sum()) for q in queries]
+        upper = [float(torch.maximum(q * low, q * high).sum()) for q in queries]
+        middle = [float((q * low + q * high).sum()) / 2 for q in queries]
+        bounds = [m + width * (u - m) for m, u in zip(middle, upper, strict=True)]
         found.append(sum(bounds) / len(bounds) if reduce == "mean" else max(bounds))
     return found
 
 
 def loop_top(
-    queries: list[Tensor], keys: Tensor, size: int, k: int, reduce: str = "max", last: bool = True
+    queries: list[Tensor], keys: Tensor, size: int, k: int, reduce: str = "max", last: bool = True, width: float = 1.0
 ) -> set[int]:
     """The k pages of the highest bounds; with `last` the newest one is always among them."""
-    bounds = loop_bounds(queries, keys, size, reduce)
+    bounds = loop_bounds(queries, keys, size, reduce, width)
     if last:
         bounds[-1] = float("inf")
     return set(sorted(range(len(bounds)), key=lambda page: (-bounds[page], page))[:k])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -211,3 +212,23 @@ def test_a_bound_is_the_sum_over_channels_of_the_larger_product():
                 float(found[0, h // 2, h % 2, page]) == expected or abs(found[0, h // 2, h % 2, page] - expected) < 1e-5
             )
     assert torch.equal(index.upper(q, torch.tensor([1])), found[:, 1:]) and index.scored == 3
+
+
+@pytest.mark.parametrize("width", [0.0, 0.3, 1.0])
+def test_with_less_width_a_score_lies_nearer_to_the_middle_of_the_bounds(width):
+    generator = torch.Generator().manual_seed(1)
+    keys, q = torch.randn(1, 2, 12, D, generator=generator), torch.randn(1, 4, 1, D, generator=generator)
+    high, low = keys.view(1, 2, 3, 4, D).amax(3), keys.view(1, 2, 3, 4, D).amin(3)
+    bounds, pages = torch.cat([high, -low], -1), torch.tensor([[3, 3]])
+    index = PageIndex(0, 4, pages, bounds, torch.tensor([12]), torch.tensor([1]))
+    found = index.upper(q, width=width)
+    for h in range(4):
+        for page in range(3):
+            expected = 0.0
+            for d in range(D):
+                top, bottom, x = (float(y) for y in (high[0, h // 2, page, d], low[0, h // 2, page, d], q[0, h, 0, d]))
+                expected += x * (top + bottom) / 2 + width * abs(x) * (top - bottom) / 2
+            assert abs(float(found[0, h // 2, h % 2, page]) - expected) < 1e-5
+    single = PageIndex(0, 1, pages * 4, torch.cat([keys, -keys], -1), torch.tensor([12]), torch.tensor([1]))
+    true = torch.einsum("bhgd,bhpd->bhgp", q.view(1, 2, 2, D), keys)
+    assert (single.upper(q, width=width) - true).abs().max() < 1e-5, "a page of one token has no width"

@@ -121,8 +121,9 @@ def test_what_it_returns_is_attention_over_the_chosen_pages(monkeypatch):
         assert (got[20] - reference.forward(random_ids(2, 5, 50))[:, -1]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("width", [1.0, 0.2])
 @torch.no_grad()
-def test_one_rank_per_step_is_quest_with_the_group_maximum_one_step_late():
+def test_one_rank_per_step_is_quest_with_the_group_maximum_one_step_late(width):
     """All heads unstable: Quest by KV head, newest page forced."""
     model, ids = small_model(), random_ids(1, 40)
 
@@ -131,8 +132,9 @@ def test_one_rank_per_step_is_quest_with_the_group_maximum_one_step_late():
             session.prefill(ids)
             return torch.cat([session.step(random_ids(1, 1, t)) for t in range(12)])
 
-    quest = Quest(budget=12, page_size=SIZE, group_reduce="max", skip_layers=0, min_pages=1)
-    assert torch.equal(run(quest), run(FlexiCache(budget=12, page_size=SIZE, heads="unstable")))
+    sizes = {"budget": 12, "page_size": SIZE, "bound_width": width}
+    quest = Quest(group_reduce="max", skip_layers=0, min_pages=1, **sizes)
+    assert torch.equal(run(quest), run(FlexiCache(heads="unstable", **sizes)))
 
 
 # ---------------------------------------------------------------------- tiers

@@ -80,14 +80,24 @@ def test_every_bound_is_at_least_the_largest_logit_of_its_page(lengths, steps, s
 
 
 @pytest.mark.parametrize(
-    ("heads", "reduce"),
-    [((2, 2), "none"), ((6, 2), "none"), ((6, 2), "max"), ((6, 2), "mean"), ((4, 1), "none"), ((4, 1), "max")],
+    ("heads", "reduce", "width"),
+    [
+        ((2, 2), "none", 1.0),
+        ((6, 2), "none", 1.0),
+        ((6, 2), "max", 1.0),
+        ((6, 2), "max", 0.2),
+        ((6, 2), "mean", 1.0),
+        ((4, 1), "none", 0.0),
+        ((4, 1), "none", 1.0),
+        ((4, 1), "max", 1.0),
+    ],
 )
 @torch.no_grad()
-def test_attended_pages_equal_the_loop_over_200_steps(heads, reduce, monkeypatch):
+def test_attended_pages_equal_the_loop_over_200_steps(heads, reduce, width, monkeypatch):
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 16 * heads[0]}
     model = small_model(num_hidden_layers=2, **sizes)
-    method = Quest(budget=20, page_size=4, group_reduce=reduce, skip_layers=1, force_last=reduce != "mean")
+    options = {"group_reduce": reduce, "force_last": reduce != "mean", "bound_width": width}
+    method = Quest(budget=20, page_size=4, skip_layers=1, **options)
     seen = watch(monkeypatch, QuestReader)
     with compress(model, method) as session:
         session.prefill(random_ids(1, 30))
@@ -101,7 +111,7 @@ def test_attended_pages_equal_the_loop_over_200_steps(heads, reduce, monkeypatch
         for head in range(chosen.shape[1]):
             kv = head // group if reduce == "none" else head
             queries = [q[0, head, 0]] if reduce == "none" else list(q[0, kv * group : (kv + 1) * group, 0])
-            wanted = loop_top(queries, keys[kv, :n], 4, 5, reduce, last=method.force_last)
+            wanted = loop_top(queries, keys[kv, :n], 4, 5, reduce, method.force_last, width)
             assert attended(chosen[0, head]) == wanted, (t, head)
 
 
@@ -262,6 +272,7 @@ def test_it_reads_pages_of_what_an_allocator_per_head_left():
     [
         (lambda: Quest(budget=8), "budget=8 tokens is less than one page.*at least 16"),
         (lambda: Quest(budget=64, page_size=0), "page_size=0; a page holds at least 1 token"),
+        (lambda: Quest(budget=64, bound_width=1.5), r"bound_width=1.5 is not in \[0, 1\]"),
         (lambda: Quest(budget=64, group_reduce="sum"), "group_reduce='sum'; valid: none, max, mean"),
         (lambda: Quest(budget=64, skip_layers=-1), "skip_layers=-1"),
         (lambda: Quest(budget=64, min_pages=0), "min_pages=0"),
