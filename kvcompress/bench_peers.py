@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import PreTrainedModel, QuantizedCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
@@ -54,22 +55,25 @@ def check(what: str, name: str) -> Check:
 
 
 def methods_of(text: str) -> dict[str, Method]:
-    """`full,snapkv:0.1` as methods by that name.
+    """`full,snapkv:0.1,flexicache:512:heads=stable` as methods by that name.
 
     Raises:
-        ValueError: an unknown method, no budget, or nothing.
+        ValueError: an unknown method or setting, no budget, or nothing.
     """
     from kvcompress.config import method_classes
 
     known, found = method_classes(), dict[str, Method]()
     for item in filter(None, text.split(",")):
-        name, _, budget = item.partition(":")
+        name, budget, *settings = item.split(":") if ":" in item else (item, "1.0")
         if name not in known:
             raise ValueError(f"--methods {name!r} is unknown; valid: {', '.join(known)}")
         try:
-            found[item] = known[name](budget=json.loads(budget or "1.0"))
+            options = {key: yaml.safe_load(value) for key, value in (one.split("=") for one in settings)}
+            found[item] = known[name](budget=json.loads(budget), **options)
         except json.JSONDecodeError:
             raise ValueError(f"--methods {item!r}: {budget!r} is no budget; as in snapkv:0.1 or snapkv:512") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--methods {item!r}: {error}; settings as in flexicache:512:heads=stable") from None
     if not found:
         raise ValueError("--methods is empty: name one, as in snapkv:0.1")
     return found

@@ -82,7 +82,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _beside_plain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", default="full,snapkv:0.1", help="name:budget, comma-separated; a share or tokens")
+    parser.add_argument("--methods", default="full,snapkv:0.1", help="name:budget:setting=value, comma-separated")
     parser.add_argument("--lengths", default="4096", help="tokens, comma-separated")
     parser.add_argument("--pairs", type=int, default=11, help="pairs per row; A/A runs beside them")
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens per measurement")

@@ -204,3 +204,21 @@ def test_a_worker_that_cannot_run_is_refused_by_name(model, tmp_path):
         real = Path(__file__).parent.parent / "scripts" / "kvpress_worker.py"
         with pytest.raises(ValueError, match="No module named 'kvpress'"), worker(Path(sys.executable), real, model, 1):
             pass
+
+
+def test_a_method_of_a_benchmark_takes_settings_behind_its_budget():
+    from kvcompress.bench_peers import methods_of
+
+    found = methods_of("full,snapkv:0.1,quest:512:group_reduce=max:bound_width=0.2")
+    assert list(found) == ["full", "snapkv:0.1", "quest:512:group_reduce=max:bound_width=0.2"]
+    quest = found["quest:512:group_reduce=max:bound_width=0.2"]
+    assert (quest.budget, quest.group_reduce, quest.bound_width) == (512, "max", 0.2)
+    for text, words in (
+        ("nothing:0.1", "'nothing' is unknown; valid: adakv"),
+        ("snapkv:much", "'much' is no budget"),
+        ("quest:512:colour=red", "settings as in flexicache"),
+        ("quest:512:group_reduce", "settings as in flexicache"),
+        ("", "--methods is empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            methods_of(text)
