@@ -19,6 +19,7 @@ KINDS = {
     "quantisation": "#D55E00",
     "low rank and quantisation": "#E69F00",
     "eviction and another form": "#CC79A7",
+    "pages on the host": "#56B4E9",
 }
 FEWER = ("lowrank", "think", "gqapool")  # codecs that hold fewer numbers, not shorter ones
 TICKS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.06, 0.03)
@@ -27,6 +28,8 @@ TICKS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.06, 0.03)
 def kind(record: Record) -> str:
     """What saves the bytes of a record, a key of `KINDS`."""
     codec, evicts = str(record.get("parts.codec")), record.get("parts.scorer") not in (None, "none")
+    if record.get("kv.bytes_host"):
+        return "pages on the host"
     if codec in ("None", "plain"):
         return "eviction"
     if evicts:
@@ -52,7 +55,7 @@ def _kinds(group: Sequence[Record]) -> set[str]:
 
 
 def _panel(group: list[Record]) -> Panel:
-    label = "keys, values and positions held, measured, share of the full cache"
+    label = "keys, values, positions and page bounds on the device, measured, share of the full cache"
     return Panel(about(group), group, x=partial(get, "kv.ratio"), x_label=label, **y_axis(group))
 
 
