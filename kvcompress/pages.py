@@ -315,6 +315,9 @@ def _note(layer: CompressedLayer, store: PagedStore, chosen: Tensor, index: Page
     read, pages = (chosen >= 0).sum((1, 2)), index.pages.sum(1)
     bounds = index.bounds.shape[-1] * index.bounds.element_size()
     scored = torch.div(pages * min(index.scored, store.heads), store.heads, rounding_mode="floor") * bounds
+    own = layer.state.get("page_summaries")
+    if own is not None:
+        scored = scored + pages * own.shape[-1] * own.element_size()
     stepped = (forward.added > 0).to(read.device)
     skipped = (pages * (chosen.shape[1] // store.heads) - read).clamp(min=0)
     whole = read * store.size * store.slot_bytes + scored

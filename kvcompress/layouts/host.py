@@ -29,7 +29,7 @@ class HostPages:
         heads: offloaded heads, ascending.
         written: full pages that have a copy, LongTensor `[B, offloaded heads]`: the first ones.
         moved: bytes per row, LongTensor `[B]` each: `prompt` written when the layout was made, `written` later,
-            `promoted`, and `fetched` for forwards that read everything.
+            `promoted`, and `fetched` for forwards that read everything; `rebuilt` did not move: factors read on the device.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class HostPages:
         }
         self.written = torch.zeros(batch, len(heads), dtype=torch.long)
         self.moved = {
-            name: torch.zeros(batch, dtype=torch.long) for name in ("prompt", "written", "promoted", "fetched")
+            name: torch.zeros(batch, dtype=torch.long)
+            for name in ("prompt", "written", "promoted", "fetched", "rebuilt")
         }
         self._first = True
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
@@ -82,6 +83,7 @@ class HostPages:
         device = next(iter(pool.values())).device
         if self.rebuilt is not None:
             pool["keys"].index_copy_(0, blocks.to(device), self.rebuilt.pages(promoted))
+            self.moved["rebuilt"] += mine.sum((1, 2)) * self.rebuilt.page_bytes
         if device.type != "cuda":
             for name, host in self.channels.items():
                 pool[name].index_copy_(0, blocks, host[mine])

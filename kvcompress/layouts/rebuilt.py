@@ -75,5 +75,10 @@ class Rebuilt:
         return Rebuilt(self.size, coordinates, basis, at, self.full.index_select(0, index), self.rotate, self.dtype)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of the coordinates of a page's tokens."""
+        return self.size * self.coordinates.shape[2] * self.coordinates.element_size()
+
+    @property
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.coordinates, self.basis, self.at))

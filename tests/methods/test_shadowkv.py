@@ -137,7 +137,12 @@ def test_values_on_the_host_are_the_full_caches_and_keys_are_the_best_of_their_r
         assert list(store.host.channels) == ["values"] and int(store.host.written.min()) == 15
         held = store.host.channels["values"][:, :, :15].flatten(2, 3)
         assert torch.equal(held, values[:, :, :60]) and torch.equal(values[:, :, :60], exact[0][1])
-        stay = store.host.moved["promoted"]
+        stay, told = store.host.moved["promoted"], session.report()["kv"]
+        fetched = sum(int(x.store.host.moved["promoted"].sum()) for x in session.cache.layers)
+        assert told["moved_bytes_per_token"] == fetched // 12, "values alone"
+        assert store.host.moved["rebuilt"] * 16 == stay * rank, (
+            "a value of 16 numbers moved, a key made of as many as the rank"
+        )
         outliers = layer.state["page_outliers"]
     whole, at = exact[0][0], torch.arange(60)[None, None]
     before = turns.unrotate(whole, at).transpose(1, 2).flatten(2)[0]
@@ -188,6 +193,8 @@ def test_device_bytes_are_factors_landmarks_and_what_stays():
         held, kv = session.cache.nbytes(), session.report()["kv"]
         layer = session.cache.layers[0]
         resident = int(layer.store.resident().sum())
+    chosen, landmarks = 2 * 5 * SIZE * 2 * 16 * 4, 2 * 16 * 16 * 4
+    assert kv["read_bytes_per_token"] == 3 * (chosen + landmarks) and kv["moved_bytes_per_token"] == 0
     factors = 64 * 8 + 8 * ALL + 64
     assert resident <= 2 * (2 + 1 + 2) * SIZE
     assert held["keys_values"] == 3 * 4 * factors + sum(
