@@ -55,12 +55,11 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
         found["tables"] += pages * store.table.element_size()
         found["index"] += index
         found["allocated"] += index
-        own = layer.state.get("page_summaries")
-        found["summaries"] += 0 if own is None else storage_bytes(own)
-        found["allocated"] += 0 if own is None else storage_bytes(own)
-        if store.host is not None and store.host.rebuilt is not None:
-            found["keys_values"] += store.host.rebuilt.nbytes
-            found["allocated"] += store.host.rebuilt.nbytes
+        own, rebuilt = layer.state.get("page_summaries"), None if store.host is None else store.host.rebuilt
+        if rebuilt is not None and own is not None:
+            found["summaries"] += int(rebuilt.full.sum()) * heads * own.shape[-1] * own.element_size()
+            found["keys_values"] += rebuilt.nbytes
+            found["allocated"] += storage_bytes(own) + rebuilt.allocated
         if store.host is not None:
             found["host"] += sum(storage_bytes(value) for value in store.host.channels.values())
     if layer.steady is not None:

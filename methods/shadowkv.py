@@ -78,7 +78,11 @@ class ShadowReader(PagedReader):
         scores = torch.softmax(logits, -1).amax(2).masked_fill(~free, float("-inf"))
         last = first[..., None] + torch.arange(int((index.pages - first).max()), device=q.device)
         stay = torch.cat([outliers, last.masked_fill(last >= index.pages[..., None], -1)], dim=2)
-        state["page_chosen"] = torch.cat([stay, top_pages(scores, self.count(index.real))], dim=2)
+        picked = top_pages(scores, self.count(index.real))
+        if "page_picked" in state:  # a row that has ended fetches nothing
+            picked = torch.where((index.step < 0).to(q.device)[:, None, None], state["page_picked"], picked)
+        state["page_picked"] = picked
+        state["page_chosen"] = torch.cat([stay, picked], dim=2)
         return state["page_chosen"]
 
     def hold(self, index: PageIndex, state: State) -> Tensor | None:

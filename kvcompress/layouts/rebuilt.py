@@ -81,4 +81,11 @@ class Rebuilt:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.coordinates, self.basis, self.at))
+        """Bytes of the basis, and of coordinates and position ids of the tokens that there are."""
+        token = self.page_bytes // self.size + self.at.element_size()
+        return self.basis.numel() * self.basis.element_size() + int(self.full.sum()) * self.size * token
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the storage of all."""
+        return sum(x.untyped_storage().nbytes() for x in (self.coordinates, self.basis, self.at))

@@ -238,3 +238,50 @@ def test_a_prompt_shorter_than_a_chunk_is_read_whole():
             session.prefill(ids)
             got.append(torch.cat([session.step(random_ids(1, 1, t)) for t in range(9)]))
     assert (got[0] - got[1]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "glm4", "gpt_oss", "phi3", "qwen3", "smollm3"])
+@torch.no_grad()
+def test_keys_come_back_whatever_way_a_model_turns_them(architecture):
+    """Half-split and interleaved, partial, scaled and not at all; with query-key norm, soft caps, sinks, sliding layers."""
+    model = small_model(architecture)
+    with compress(model, shadow()) as session:
+        session.prefill(random_ids(1, 50))
+        before = {layer: session.cache.keys_values(layer) for layer in session.full_layers}
+        for t in range(6):
+            session.step(random_ids(1, 1, t))
+        for layer, pair in before.items():
+            assert bool((session.cache.tiers(layer) == 1).any())
+            keys, values = session.cache.keys_values(layer)
+            assert (keys[:, :, :50] - pair[0]).abs().max() <= 1e-4 * pair[0].abs().max()
+            assert torch.equal(values[:, :, :50], pair[1])
+
+
+@pytest.mark.parametrize("rank", [9, ALL])
+@torch.no_grad()
+def test_rows_of_a_batch_are_what_they_are_alone_and_forks_and_exchanged_rows_go_on(rank):
+    """With an ended row for a while, a question, and factors that lose something."""
+    lengths = [44, 31]
+    ids, mask = left_padded(lengths)
+    tokens, method = random_ids(2, 16, 3), shadow(rank=rank)
+    with compress(MODEL, method) as session:
+        session.prefill(ids, attention_mask=mask)
+        out = [session.step(tokens[:, t : t + 1], real=torch.tensor([True, t < 9])) for t in range(14)]
+        twin = session.cache.fork()
+        session.cache.reorder_cache(torch.tensor([1, 0]))
+        session.append(random_ids(2, 2, 9).flip(0))
+        last = session.step(tokens[:, 15:].flip(0)).flip(0)
+        session.cache = twin
+        session.append(random_ids(2, 2, 9))
+        assert (session.step(tokens[:, 15:]) - last).abs().max() <= 1e-5
+        rows = [session.report(row=row)["kv"] for row in (0, 1)]
+    for b, length in enumerate(lengths):
+        with compress(MODEL, method) as session:
+            session.prefill(ids[b : b + 1, -length:])
+            for t in range(14 if b == 0 else 9):
+                assert (session.step(tokens[b : b + 1, t : t + 1]) - out[t][b]).abs().max() <= 1e-4, (b, t)
+            session.append(random_ids(2, 2, 9)[b : b + 1])
+            assert (session.step(tokens[b : b + 1, 15:]) - last[b]).abs().max() <= 1e-4
+            alone = session.report()["kv"]
+        for name in ("read_bytes_per_token", "moved_bytes_per_token", "bytes_held", "bytes_summaries"):
+            assert rows[b][name] == alone[name], name
