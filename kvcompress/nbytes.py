@@ -50,6 +50,7 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     found["codes"] += beside
     found["allocated"] += beside
     if isinstance(store, PagedStore):
+        # the table is kept on the CPU and copied to the device whenever it changes: that copy is counted
         pages, index = int(store.pages().sum()), storage_bytes(store.bounds) + storage_bytes(store.table)
         found["summaries"] += pages * store.bounds.shape[-1] * store.bounds.element_size()
         found["tables"] += pages * store.table.element_size()
