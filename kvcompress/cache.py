@@ -17,7 +17,7 @@ from kvcompress.compat import Cache, Rotation
 from kvcompress.forward import Forward
 from kvcompress.layer import CompressedLayer, row_index
 from kvcompress.layouts import PagedStore
-from kvcompress.nbytes import layer_bytes, storage_bytes
+from kvcompress.nbytes import KINDS, layer_bytes, storage_bytes
 
 Tensor = torch.Tensor
 
@@ -118,15 +118,15 @@ class CompressedCache(Cache):
         """Bytes held now, summed over live storage.
 
         Returns:
-            by kind, `keys_values` and `positions` of non-empty slots (under a codec `keys_values` is the sum of its
-            `codes`, `scales` and exact `residual`, 0 without one), `scores` and `index` of what methods keep
-            beside them, `headroom` (spare and empty slots), `host`; `valid` = keys_values + positions, `allocated` =
-            the storage of both, `full` = what a DynamicCache would hold for the same real tokens in these layers;
-            `other_layers` and `other_allocated` = keys and values of sliding-window layers and their storage, which
-            are the same with and without compression.
+            by kind, `keys_values` and `positions` of non-empty slots on the device (under a codec `keys_values` is the
+            sum of its `codes`, `scales` and exact `residual`, 0 without one); where slots lie in pages, `summaries` of
+            these and the `tables` that find them, of either tier; storage of `scores` and `index` (summaries and
+            tables among it), of what methods keep beside them; `headroom` (spare and empty slots), `host`; `valid` =
+            keys_values + positions + summaries + tables, `allocated` = the storage of these, `full` = what a
+            DynamicCache would hold for the same real tokens in these layers; `other_layers` and `other_allocated` = keys
+            and values of sliding-window layers and their storage, which are the same with and without compression.
         """
-        kinds = "keys_values codes scales residual positions scores index headroom host valid allocated full"
-        total: dict[str, int] = dict.fromkeys([*kinds.split(" "), "other_layers", "other_allocated"], 0)
+        total: dict[str, int] = dict.fromkeys([*KINDS, "headroom", "valid", "other_layers", "other_allocated"], 0)
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 held = [getattr(layer, name, None) for name in ("keys", "values")]
@@ -135,7 +135,7 @@ class CompressedCache(Cache):
             elif layer.store is not None:
                 for name, value in layer_bytes(layer, self.real).items():
                     total[name] += value
-        total["valid"] = total["keys_values"] + total["positions"]
+        total["valid"] = sum(total[kind] for kind in ("keys_values", "positions", "summaries", "tables"))
         total["headroom"] = total["allocated"] - total["valid"]
         return total
 

@@ -79,7 +79,7 @@ class Hooks:
         if self.compressor.parts.prefill.needs_segments:
             compat.check_reusable(self.model)
             self.reuse_rotations = self.compressor.rotations or compat.rotations(self.model)
-        if self.compressor.parts.codec.needs_rotation and self._turns is None:
+        if (self.compressor.parts.codec.needs_rotation or self.compressor.reader.rank) and self._turns is None:
             self._turns = compat.rotations(self.model)
         for note in self.notes:
             warnings.warn(note, stacklevel=2)
@@ -331,7 +331,7 @@ class Hooks:
     def _check_host(self, batch: int, real: Tensor) -> None:
         reader = self.compressor.reader
         if isinstance(reader, PagedReader):
-            per_token = sum(compat.head_sizes(self.model)[0]) * torch.finfo(self.model.dtype).bits // 8
+            per_token = reader.hosted(*compat.head_sizes(self.model)[0]) * torch.finfo(self.model.dtype).bits // 8
             check_host(reader, self.full_layers, batch, int(real.max()), per_token)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

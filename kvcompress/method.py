@@ -102,12 +102,17 @@ ILLEGAL: list[tuple[str, Any]] = [
         lambda m, p: p.reader.in_pages and p.codec.joint,
     ),
     (
-        "a reader that chooses for all heads at once needs the same tokens in each, which an eviction per head changes",
+        "a reader that chooses for all heads at once, or holds their keys together, needs the same tokens in each, which an "
+        "eviction per head changes",
         lambda m, p: p.reader.across_heads and p.scorer is not None,
     ),
     (
         "a reader that offloads pages cannot move parts of a codec's groups: codec=plain, int8 or turboquant",
         lambda m, p: p.reader.in_pages and isinstance(p.codec, GroupedCodec) and p.reader.offloads,
+    ),
+    (
+        "a reader that makes keys from factors holds them in a form of its own: codec=plain",
+        lambda m, p: p.reader.rank is not None and p.codec.name != "plain",
     ),
     (
         "a reader of pages hides attention that a scorer of attention mass sums up over all turns",

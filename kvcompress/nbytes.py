@@ -10,12 +10,14 @@ from kvcompress.layouts import PagedStore, RaggedStore
 
 Tensor = torch.Tensor
 
+KINDS = "keys_values codes scales residual positions summaries tables scores index host allocated full".split()
+
 
 def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     """Bytes of one layer by kind, from the storages its tensors live in."""
     store = layer.held()
     counts, heads = store.counts, store.counts.shape[1]
-    found = dict.fromkeys([*"keys_values codes scales residual positions scores index host allocated full".split()], 0)
+    found = dict.fromkeys(KINDS, 0)
     if layer.blocks is not None:
         for _, _, unit in layer.blocks.each():
             for kind, value, held in unit.tensors():
@@ -42,13 +44,23 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
         found["positions" if name == "positions" else "keys_values"] += held
         if layer.sealed and name != "positions":
             found["scales" if name in layer.holder().codec.scales else "codes"] += held
-    found["scores"] += sum(storage_bytes(t) for t in layer.state.values())
+    found["scores"] += sum(storage_bytes(t) for name, t in layer.state.items() if name != "page_summaries")
     beside = sum(storage_bytes(t) for t in layer.codec_state.values())
     found["keys_values"] += beside
     found["codes"] += beside
     found["allocated"] += beside
     if isinstance(store, PagedStore):
-        found["index"] += storage_bytes(store.bounds) + storage_bytes(store.table)
+        # the table is kept on the CPU and copied to the device whenever it changes: that copy is counted
+        pages, index = int(store.pages().sum()), storage_bytes(store.bounds) + storage_bytes(store.table)
+        found["summaries"] += pages * store.bounds.shape[-1] * store.bounds.element_size()
+        found["tables"] += pages * store.table.element_size()
+        found["index"] += index
+        found["allocated"] += index
+        own, rebuilt = layer.state.get("page_summaries"), None if store.host is None else store.host.rebuilt
+        if rebuilt is not None and own is not None:
+            found["summaries"] += int(rebuilt.full.sum()) * heads * own.shape[-1] * own.element_size()
+            found["keys_values"] += rebuilt.nbytes
+            found["allocated"] += storage_bytes(own) + rebuilt.allocated
         if store.host is not None:
             found["host"] += sum(storage_bytes(value) for value in store.host.channels.values())
     if layer.steady is not None:

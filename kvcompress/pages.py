@@ -16,7 +16,7 @@ import torch
 
 from kvcompress.budget import Budget, NotTogether, cap, check_budget
 from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block
-from kvcompress.layouts import PagedStore, keep_slots
+from kvcompress.layouts import PagedStore, Rebuilt, keep_slots
 from kvcompress.parts import Reader
 from kvcompress.view import State
 
@@ -109,7 +109,8 @@ class PagedReader(Reader):
     """
 
     in_pages: ClassVar[bool] = True
-    across_heads: ClassVar[bool] = False  # heads read the same pages, and so must hold the same tokens
+    across_heads: ClassVar[bool] = False  # heads share something of a token, and so must hold the same tokens
+    bounded: ClassVar[bool] = True  # wants `PageIndex.bounds`
     page_size: int
     budget: Budget
     bound_width: float = 1.0
@@ -129,9 +130,18 @@ class PagedReader(Reader):
         What `state` is given under names that begin with `page_` stays until the next prompt; dim 0 is the row.
         """
 
+    def begin(self, keys: Tensor, counts: Tensor, state: State) -> None:
+        """For a reader without bounds, when a layer is put into pages: keys `[B, H_kv, n, D]` as attention sees them, of
+        which the first `counts [B, H_kv]` (LongTensor on the CPU) are held. `state["page_summaries"]` counts as summaries.
+        """
+
     def hold(self, index: PageIndex, state: State) -> Tensor | None:
         """After the step's attention: pages `[B, H_kv, m]` that offloaded heads hold from now on; None for no change."""
         return None
+
+    def hosted(self, key: int, value: int) -> int:
+        """Numbers of a token and head that go to the host, of a key of `key` numbers and a value of `value`."""
+        return key + value if self.rank is None else value
 
     def count(self, real: Tensor) -> Tensor:
         """Pages that `budget` is for rows of `real [B]` tokens, LongTensor `[B]` on the CPU; at least 1."""
@@ -263,9 +273,29 @@ def paged(layer: CompressedLayer, reader: PagedReader) -> PagedStore:
     if layer.blocks is not None:  # groups of codes stay as they are: the pages are this step's own
         packed |= {"keys": keys, "values": values[mask]}
         return PagedStore(packed, store.counts.clone(), keys, reader.page_size, shared, ())
-    found = PagedStore(packed, store.counts.clone(), keys, reader.page_size, shared, reader.offloaded(layer.index))
-    layer.store = found
+    rebuilt = None if reader.rank is None else factored(layer, reader.page_size, reader.rank)
+    bounded = keys if reader.bounded else keys[:, :0]
+    host = reader.offloaded(layer.index)
+    found = PagedStore(packed, store.counts.clone(), bounded, reader.page_size, shared, host, rebuilt)
+    layer.store, layer.fresh = found, None  # keys of this forward lie as they did before
+    if not reader.bounded:
+        reader.begin(layer.keys_values()[0], found.counts, layer.state)
     return found
+
+
+def factored(layer: CompressedLayer, size: int, rank: int) -> Rebuilt:
+    """Keys of a layer's full pages in `rank` numbers per token, all heads together."""
+    store, cache = layer.held(), layer.holder()
+    assert cache.turns is not None
+    mask = store.get("positions") >= 0
+    order = torch.sort(
+        mask[:, 0].to(torch.uint8), dim=1, descending=True, stable=True
+    ).indices  # held slots to the left
+    at = layer.slots().rotated[:, 0].gather(1, order)
+    keys = layer.keys_values()[0]
+    keys = keys.gather(2, order[:, None, :, None].expand(-1, store.heads, -1, keys.shape[-1]))
+    turns = cache.turns[layer.index]
+    return Rebuilt.of(turns.unrotate(keys, at[:, None]), at, store.counts[:, 0], size, rank, turns.rotate)
 
 
 def unpaged(layer: CompressedLayer) -> None:
@@ -296,6 +326,9 @@ def _note(layer: CompressedLayer, store: PagedStore, chosen: Tensor, index: Page
     read, pages = (chosen >= 0).sum((1, 2)), index.pages.sum(1)
     bounds = index.bounds.shape[-1] * index.bounds.element_size()
     scored = torch.div(pages * min(index.scored, store.heads), store.heads, rounding_mode="floor") * bounds
+    own = layer.state.get("page_summaries")
+    if own is not None:
+        scored = scored + pages * own.shape[-1] * own.element_size()
     stepped = (forward.added > 0).to(read.device)
     skipped = (pages * (chosen.shape[1] // store.heads) - read).clamp(min=0)
     whole = read * store.size * store.slot_bytes + scored

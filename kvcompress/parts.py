@@ -162,6 +162,7 @@ class Reader(ABC):
     offloads: ClassVar[bool] = False  # may hold pages on the host
     across_heads: ClassVar[bool] = False
     page_size: int
+    rank: int | None = None  # of what it holds keys as, all heads together and before rotation
 
     def bind(self, model: Any) -> Reader:
         """This reader ready for a model, as `Method.bind`: one that needs data of the model returns a copy with it."""

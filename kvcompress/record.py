@@ -29,6 +29,9 @@ KEYS = (
     *("parts.scorer", "parts.allocator", "parts.codec", "parts.prefill", "parts.reader", "parts.schedule"),
     *("parts.preset", "variant", "kv.bytes_held", "kv.bytes_allocated", "kv.bytes_full", "kv.ratio", "kv.bytes_host"),
     *(
+        "kv.bytes_summaries",
+        "kv.bytes_tables",
+        "kv.moment",
         "kv.bytes_scores",
         "kv.bytes_peak",
         "kv.bytes_mean",
@@ -69,7 +72,7 @@ KINDS: dict[str, Any] = {
 }
 # what boards reckon with, by the start of its name: a number or null; parts and protocols are names
 NUMBERS = ("kv.", "time.", "memory.", "share_", "delta_", "score_", "protocol.truncated_", "protocol.hit_max_")
-NAMES = ("protocol.pair", "kv.storage", "metric", "dtype", "device")
+NAMES = ("protocol.pair", "kv.storage", "kv.moment", "metric", "dtype", "device")
 
 
 def canonical(value: Any) -> Any:
@@ -266,7 +269,8 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "share_clamped": fmean(bool(out["end"]["clamped"]) for out in outs),
         "notes": sorted({note for out in outs for note in out["end"].get("notes", ())}),
     }
-    # bytes at a named moment: after the compression, before the question; what grows or moves later: at the end
+    moments, standing = zip(*map(held_at, outs), strict=True)
+    found["kv.moment"] = ",".join(sorted(set(moments)))
     after, end = [out["compressed"]["kv"] for out in outs], [out["end"]["kv"] for out in outs]
     for key in (
         "bytes_held",
@@ -274,10 +278,12 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "bytes_full",
         "ratio",
         "bytes_host",
+        "bytes_summaries",
+        "bytes_tables",
         "bytes_scores",
         "kept_tokens_mean",
     ):
-        found[f"kv.{key}"] = _mean(kv.get(key) for kv in after)
+        found[f"kv.{key}"] = _mean(kv.get(key) for kv in standing)
     # along the decode: sampled by the task, or what its two ends say
     held = [
         out.get("held") or [a.get("bytes_held"), b.get("bytes_held")]
@@ -285,7 +291,12 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ]
     known = [values for values in held if None not in values]
     found["kv.bytes_peak"] = _mean(max(values) for values in known)
-    found["kv.bytes_mean"] = _mean(fmean(values) for values in known)
+    # what goes into pages leaves the form the prompt had with the first step
+    found["kv.bytes_mean"] = _mean(
+        fmean(values[1:] if moment == "decode" else values)
+        for values, moment in zip(held, moments, strict=True)
+        if None not in values
+    )
     for key in ("read_bytes_per_token", "moved_bytes_per_token"):
         found[f"kv.{key}"] = _mean(kv.get(key) for kv in end)
     found["kv.kept_tokens_max"] = max((kv["kept_tokens_max"] for kv in end if kv.get("kept_tokens_max")), default=None)
@@ -307,6 +318,16 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
     found["protocol.hit_max_share"] = fmean("length" in out["finished"] for out in outs)
     return found
+
+
+def held_at(out: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """When a sample's bytes held say what its method holds, and the `kv` of its report then.
+
+    "prompt": when the compression has ended, before the question. "decode": at the end, where what is held lies in
+    pages by then, which begin with the first step of decode; what grows or moves later is always of the end.
+    """
+    compressed, end = ((out.get(report) or {}).get("kv") or {} for report in ("compressed", "end"))
+    return ("decode", end) if end.get("bytes_summaries") else ("prompt", compressed)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

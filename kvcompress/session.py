@@ -339,6 +339,8 @@ class Session(Hooks):
                 "bytes_full": full,
                 "ratio": valid / full if full else 1.0,
                 "bytes_host": held["host"],
+                "bytes_summaries": held["summaries"],
+                "bytes_tables": held["tables"],
                 "bytes_scores": held["scores"],
                 "kept_tokens_mean": float(kept.double().mean()),
                 "kept_tokens_max": max(cache.kept_max, int(kept.max())),

@@ -2,7 +2,8 @@
 
     python -m kvcompress.tiers results/read/*/record.json
 
-Bytes are measured (`kv.read_bytes_per_token`, `kv.moved_bytes_per_token` of a record), bandwidths are data-sheet figures
+Bytes are measured (a record's `kv.read_bytes_per_token` and `kv.moved_bytes_per_token`, means over its decode steps;
+`kv.bytes_held` and `kv.bytes_host`; the full cache reads `kv.bytes_full` per token), bandwidths are data-sheet figures
 of `tiers.yaml` times a common share. What a step does beside reading keys and values is not in it.
 """
 
@@ -92,13 +93,13 @@ def break_even(read_bytes: float, moved_bytes: float, full_bytes: float, device:
 
 
 def table(records: Sequence[Mapping[str, Any]], device: str, links: Sequence[str]) -> str:
-    """Markdown: measured bytes per token of each record, and modelled times for each link.
+    """Markdown: measured bytes of each record, modelled times for each link, and the bandwidth from which offloading pays.
 
     Args:
         records: flat keys as in `record.json`; those without read bytes are left out.
     """
-    head = ["method", "budget", "read KiB/token", "moved KiB/token", f"read on {device}, µs"]
-    head += [f"with {link}, µs" for link in links]
+    head = ["method", "budget", "device MiB", "host MiB", "read KiB/token", "moved KiB/token", f"read on {device}, µs"]
+    head += [*(f"with {link}, µs" for link in links), "pays above, GB/s"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for record in records:
         read, moved = record.get("kv.read_bytes_per_token"), record.get("kv.moved_bytes_per_token") or 0
@@ -106,20 +107,29 @@ def table(records: Sequence[Mapping[str, Any]], device: str, links: Sequence[str
             continue
         name = " ".join(str(record[key]) for key in ("method", "variant") if record.get(key))
         times = [modelled(read, moved, device, link) for link in links]
+        full = record.get("kv.bytes_full")
+        pays = break_even(read, moved, full, device) / 1e9 if full and moved else None
         cells = [
             name,
             str(record.get("budget")),
+            *(_shown(record.get(f"kv.bytes_{tier}"), 2**20, 2) for tier in ("held", "host")),
             f"{read / 1024:.1f}",
             f"{moved / 1024:.1f}",
             f"{times[0].read * 1e6:.2f}",
         ]
-        lines.append("| " + " | ".join([*cells, *(f"{time.overlapped * 1e6:.2f}" for time in times)]) + " |")
+        cells += [*(f"{time.overlapped * 1e6:.2f}" for time in times), _shown(pays, 1, 1)]
+        lines.append("| " + " | ".join(cells) + " |")
     share = figures()["share"]
     note = (
         f"Bytes are measured; times are modelled: data-sheet bandwidths of {FILE.name} times {share}, copies beside reading, "
-        "nothing but keys, values and page bounds."
+        "nothing but keys, values and page bounds. Pays above: what a link must reach for a step not to take longer than one "
+        "that reads the full cache on the device."
     )
     return "\n".join([*lines, "", note])
+
+
+def _shown(value: float | None, unit: float, digits: int) -> str:
+    return "–" if value is None else f"{value / unit:.{digits}f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

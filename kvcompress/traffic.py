@@ -37,7 +37,7 @@ def per_token(cache: CompressedCache, rows: int) -> dict[str, int]:
         found = traffic(layer)
         steps = found.get("steps", 0.0)
         if steps:
-            read += found["read"] / steps
+            read += (found["read"] + found.get("rebuilt", 0.0)) / steps
             moved += sum(found.get(name, 0.0) for name in ("written", "promoted", "fetched")) / steps
         else:
             read += layer_bytes(layer, None)["keys_values"] / rows

@@ -27,6 +27,7 @@ def make(name: str, budget: float | int, **options: Any) -> Method:
     fields = cls.__dataclass_fields__
     small = {"window": 3, "sinks": 2, "lag": 3, "interval": 3, "recent": 3, "history": 5, "drop": 3, "heads": "random"}
     small |= {"group": 4, "residual": 8, "tokens": 128, "length": 32, "page_size": 4, "skip_layers": 1, "rerank": 3}
+    small |= {"outliers": 1, "local": 1}
     for field, value in small.items():
         if field in fields and field not in options and (field != "interval" or fields[field].default is not None):
             options[field] = value
@@ -126,6 +127,12 @@ def live_storages() -> dict[int, int]:
 def fingerprint(cache: Any) -> list[bytes]:
     """The bytes of everything a cache holds, to see whether it changes."""
     return [t.detach().contiguous().cpu().numpy().tobytes() for layer in cache.layers for t in tensors_of(layer)]
+
+
+def row_of(compressed: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
+    """A row of `samples.jsonl` of a sample with these reports."""
+    out = {"compressed": compressed, "end": end, "finished": ["length"], "tokens": [[]], "text": [""]}
+    return {"id": "a", "source": "s", "score": 1.0, "protocol": {}, "meta": {}, "out": out}
 
 
 BY_HEAD = [name for name in CODED if not coded(name).parts().codec.joint]  # those that evictions go with

@@ -44,7 +44,7 @@ def test_the_command_prints_measured_bytes_beside_modelled_times(tmp_path, capsy
     path.write_text(json.dumps(record))
     assert main([str(path), "--device", "h100-sxm", "--link", "nvme-pcie4"]) == 0
     out = capsys.readouterr().out
-    assert "| flexicache heads=stable | 256 | 1024.0 | 8.0 | 0.39 | 1.46 |" in out
+    assert "| flexicache heads=stable | 256 | – | – | 1024.0 | 8.0 | 0.39 | 1.46 | – |" in out
     assert "times are modelled" in out
     assert main([str(path), "--device", "abacus"]) == 1
     assert "abacus" in capsys.readouterr().err

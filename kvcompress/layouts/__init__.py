@@ -11,6 +11,7 @@ from kvcompress.layouts.dense import DenseStore, gather_slots
 from kvcompress.layouts.paged import PagedStore
 from kvcompress.layouts.ragged import RaggedStore
 from kvcompress.layouts.ranked import RankedStore
+from kvcompress.layouts.rebuilt import Rebuilt
 
 Store = DenseStore | RaggedStore
 
@@ -18,7 +19,17 @@ Store = DenseStore | RaggedStore
 # under 1.25 times what is valid.
 DENSE_WASTE = 1.1
 
-__all__ = ["Blocks", "DenseStore", "PagedStore", "RaggedStore", "RankedStore", "Store", "joined", "keep_slots"]
+__all__ = [
+    "Blocks",
+    "DenseStore",
+    "PagedStore",
+    "RaggedStore",
+    "RankedStore",
+    "Rebuilt",
+    "Store",
+    "joined",
+    "keep_slots",
+]
 
 
 def joined(stores: Sequence[Store], leave_out: Sequence[str] = ()) -> RaggedStore:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvcompress.layouts.rebuilt import Rebuilt
+
 Tensor = torch.Tensor
 
 
@@ -21,23 +23,28 @@ class HostPages:
 
     A page is written when it is full, once, and never again: what is demoted later needs no copy. On a GPU promoted
     pages are copied on a stream of their own, so that the copy runs beside the next layers; `arrived` waits for it.
+    Keys that can be rebuilt on the device are not copied to the host, and pages whose keys cannot are not written.
 
     Attributes:
         heads: offloaded heads, ascending.
         written: full pages that have a copy, LongTensor `[B, offloaded heads]`: the first ones.
         moved: bytes per row, LongTensor `[B]` each: `prompt` written when the layout was made, `written` later,
-            `promoted`, and `fetched` for forwards that read everything.
+            `promoted`, and `fetched` for forwards that read everything; `rebuilt` did not move: factors read on the device.
     """
 
-    def __init__(self, heads: tuple[int, ...], pool: dict[str, Tensor], batch: int, pages: int):
-        self.heads = heads
+    def __init__(
+        self, heads: tuple[int, ...], pool: dict[str, Tensor], batch: int, pages: int, rebuilt: Rebuilt | None = None
+    ):
+        self.heads, self.rebuilt = heads, rebuilt
         self.channels = {
             name: allocate((batch, len(heads), pages, *value.shape[1:]), value.dtype, value.device.type == "cuda")
             for name, value in pool.items()
+            if rebuilt is None or name != "keys"
         }
         self.written = torch.zeros(batch, len(heads), dtype=torch.long)
         self.moved = {
-            name: torch.zeros(batch, dtype=torch.long) for name in ("prompt", "written", "promoted", "fetched")
+            name: torch.zeros(batch, dtype=torch.long)
+            for name in ("prompt", "written", "promoted", "fetched", "rebuilt")
         }
         self._first = True
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
@@ -58,6 +65,8 @@ class HostPages:
         heads, kind = list(self.heads), "prompt" if self._first else "written"
         self._first = False
         full, index = full[:, heads], torch.arange(table.shape[2])
+        if self.rebuilt is not None:
+            full = torch.minimum(full, self.rebuilt.full[:, None])
         due = (index >= self.written[..., None]) & (index < full[..., None])
         if not bool(due.any()):
             return
@@ -72,6 +81,9 @@ class HostPages:
         mine = promoted[:, list(self.heads)]
         self.moved["promoted"] += mine.sum((1, 2)) * self.page_bytes
         device = next(iter(pool.values())).device
+        if self.rebuilt is not None:
+            pool["keys"].index_copy_(0, blocks.to(device), self.rebuilt.pages(promoted))
+            self.moved["rebuilt"] += mine.sum((1, 2)) * self.rebuilt.page_bytes
         if device.type != "cuda":
             for name, host in self.channels.items():
                 pool[name].index_copy_(0, blocks, host[mine])
@@ -97,7 +109,9 @@ class HostPages:
         exists = torch.arange(away.shape[2]) < pages[:, mine, None]
         wanted = torch.zeros_like(away)
         wanted[:, mine] = away[:, mine] & exists
-        if bool(wanted.any()):
+        if bool(wanted.any()) and self.rebuilt is not None and name == "keys":
+            found[wanted.to(found.device)] = self.rebuilt.pages(wanted)
+        elif bool(wanted.any()):
             source = self.channels[name][:, :, : away.shape[2]][wanted[:, mine]]
             found[wanted.to(found.device)] = source.to(found.device)
 
@@ -106,6 +120,7 @@ class HostPages:
         twin = HostPages.__new__(HostPages)
         twin.heads, twin._first, twin._streams = self.heads, self._first, None
         twin.written = self.written.index_select(0, index)
+        twin.rebuilt = None if self.rebuilt is None else self.rebuilt.rows(index)
         twin.moved = {name: value.index_select(0, index) for name, value in self.moved.items()}
         twin.channels = {}
         for name, value in self.channels.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvcompress.layouts.host import HostPages
+from kvcompress.layouts.rebuilt import Rebuilt
 
 Tensor = torch.Tensor
 
@@ -32,17 +33,25 @@ class PagedStore:
     holes = 0
 
     def __init__(
-        self, packed: dict[str, Tensor], counts: Tensor, keys: Tensor, size: int, shared: bool, host: tuple[int, ...]
+        self,
+        packed: dict[str, Tensor],
+        counts: Tensor,
+        keys: Tensor,
+        size: int,
+        shared: bool,
+        host: tuple[int, ...],
+        rebuilt: Rebuilt | None = None,
     ):
         """Hold slots that lie one segment after the other.
 
         Args:
             packed: channels `[N, ...]`, `positions` among them.
             counts: LongTensor `[B, H]` on the CPU, slots of each segment.
-            keys: `[N, D]`, as attention sees them.
+            keys: `[N, D]`, as attention sees them; of no channel (`[N, 0]`) where no bounds are wanted.
             size: tokens to a page.
             shared: positions are the same for all heads.
             host: heads that are offloaded.
+            rebuilt: what keys of offloaded pages are made from on the device, instead of a copy on the host.
         """
         self.size, self.counts = size, counts
         batch, heads = counts.shape
@@ -69,8 +78,8 @@ class PagedStore:
         self.bounds = torch.full((batch, heads, capacity, 2 * keys.shape[1]), lowest, dtype=keys.dtype, device=device)
         both = torch.cat([keys, -keys], -1)
         page = torch.div(places, size, rounding_mode="floor")[:, None].expand_as(both)
-        self.bounds.view(-1, both.shape[1]).scatter_reduce_(0, page, both, "amax")
-        self.host = HostPages(host, self.pool, batch, capacity) if host else None
+        self.bounds.flatten(0, 2).scatter_reduce_(0, page, both, "amax")
+        self.host = HostPages(host, self.pool, batch, capacity, rebuilt) if host else None
         self._reset()
         self.write_back()
 
@@ -173,6 +182,7 @@ class PagedStore:
         """
         batch, heads = self.counts.shape
         n, seen = new["positions"].shape[2], new["keys"] if seen is None else seen
+        seen = seen[..., : self.bounds.shape[-1] // 2]
         both = torch.cat([seen, -seen], -1).to(self.bounds.dtype)
         if real is None and n == 1:
             if not self._room:
@@ -186,8 +196,7 @@ class PagedStore:
                 else:
                     flat.index_copy_(0, self._next, value.reshape(-1, *pool.shape[2:]))
             self.positions.scatter_(2, self._column, new["positions"].expand_as(self._column))
-            bounds = self.bounds.view(-1, both.shape[-1])
-            page, fresh = self._page, both.view(-1, both.shape[-1])
+            bounds, page, fresh = self.bounds.flatten(0, 2), self._page, both.flatten(0, 2)
             bounds.index_copy_(0, page, torch.maximum(bounds.index_select(0, page), fresh))
             self._next += 1
             self._column += 1
@@ -215,7 +224,7 @@ class PagedStore:
         ]
         index = ((b * heads + h) * self.table.shape[2] + page).to(self.device)[:, None]
         fresh = both.expand(batch, heads, n, -1)[marked]
-        self.bounds.view(-1, both.shape[-1]).scatter_reduce_(0, index.expand_as(fresh), fresh, "amax")
+        self.bounds.flatten(0, 2).scatter_reduce_(0, index.expand_as(fresh), fresh, "amax")
         self.counts = self.counts + added[:, None]
         self._room = 0
         self.write_back()

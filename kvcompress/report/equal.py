@@ -19,6 +19,7 @@ KINDS = {
     "quantisation": "#D55E00",
     "low rank and quantisation": "#E69F00",
     "eviction and another form": "#CC79A7",
+    "pages": "#56B4E9",
 }
 FEWER = ("lowrank", "think", "gqapool")  # codecs that hold fewer numbers, not shorter ones
 TICKS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.06, 0.03)
@@ -27,6 +28,8 @@ TICKS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.06, 0.03)
 def kind(record: Record) -> str:
     """What saves the bytes of a record, a key of `KINDS`."""
     codec, evicts = str(record.get("parts.codec")), record.get("parts.scorer") not in (None, "none")
+    if record.get("parts.reader") not in (None, "all"):
+        return "pages"
     if codec in ("None", "plain"):
         return "eviction"
     if evicts:
@@ -52,7 +55,7 @@ def _kinds(group: Sequence[Record]) -> set[str]:
 
 
 def _panel(group: list[Record]) -> Panel:
-    label = "keys, values and positions held, measured, share of the full cache"
+    label = "keys, values, positions and page bounds on the device, measured, share of the full cache"
     return Panel(about(group), group, x=partial(get, "kv.ratio"), x_label=label, **y_axis(group))
 
 
@@ -77,8 +80,9 @@ def _paint(axes: Any, panel: Panel, height: float) -> None:
     axes.set_ylim(low / 1.3 if panel.log_y else low, high)
     axes.set_xscale("log")
     lines = [one for one in panel.lines if panel.points(one)]
-    least = min(x for one in lines for x, _, _ in panel.points(one))
-    axes.set_xlim(1.05, least / 1.12)
+    shares = [x for one in lines for x, _, _ in panel.points(one)]
+    least = min(shares)
+    axes.set_xlim(1.05 * max(1.0, *shares), least / 1.12)
     axes.set_xticks([tick for tick in TICKS if tick >= least / 1.12])
     axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.4g}%")

@@ -58,7 +58,8 @@ COLUMNS: dict[str, str] = {
 }
 PREFIXES: dict[str, str] = {
     "parts.": "the parts of the composition: scorer, allocator, codec, prefill, reader, schedule, preset",
-    "kv.": "measured bytes of the cache after compression: bytes_held, bytes_full, ratio (held over full), …; per token read",
+    "kv.": "measured bytes of the cache on the device: bytes_held, bytes_full, ratio (held over full), …, when kv.moment says; "
+    "bytes_host; per token read",
     "memory.": "peaks of the process or device, bytes",
     "time.": "seconds, medians and quartiles; None in shared sweeps",
     "protocol.": "how it was asked; rows of one protocol.pair may be compared with each other, others may not",

@@ -17,7 +17,7 @@ from kvcompress.report.stats import pareto
 SIZE = 8
 # key of a record, what the axis says, and what one unit of it is
 COSTS = (
-    ("kv.ratio", "bytes held after compression, share of the full cache", 1.0),
+    ("kv.ratio", "bytes held on the device, share of the full cache", 1.0),
     ("kv.read_bytes_per_token", "bytes read per decoded token (MiB)", 2.0**20),
     ("time.tpot_s", "time per decoded token (ms)", 1e-3),
 )

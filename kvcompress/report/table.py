@@ -75,7 +75,8 @@ BESIDE: tuple[tuple[str, str], ...] = (
 )
 LEGEND = (
     "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
-    "values and positions after compression, as a share of what the full cache holds"
+    "values and positions on the device after compression, as a share of what the full cache holds; of readers of pages in "
+    "decode, bounds and tables included"
 )
 TIMES_LEGEND = " · TTFT includes compression, TPOT is per decoded token, both medians"
 NO_TIMES_LEGEND = " · no times: prefills were shared (hydra/launcher=basic measures each cell)"

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvcompress.record import FINISHED, RunFolder, canonical, read_record
+from kvcompress.record import FINISHED, RunFolder, canonical, held_at, read_record
 
 TAG = 64  # characters that wandb takes
 TEXT = 10_000  # characters of an answer in the table; samples.jsonl has the rest
@@ -110,7 +110,8 @@ def table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[An
 
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:
     out = row["out"]
-    held, end = _mapping(_mapping(out.get("compressed")).get("kv")), _mapping(out.get("end"))
+    end = _mapping(out.get("end"))
+    held = _mapping(held_at(out)[1])
     line: dict[str, Any] = {
         "id": row["id"],
         "score": float(row["score"]),
