@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -16,6 +17,7 @@ from rich.console import Console
 import kvcompress.conf
 from kvcompress import config, record, run
 from kvcompress.run import Outcome, Runner, summary
+from kvcompress.tasks import Needle
 
 FOLDER = Path(kvcompress.conf.__file__).resolve().parent
 ROOT = Path(__file__).resolve().parent.parent
@@ -217,6 +219,28 @@ def test_a_method_that_should_act_and_never_does_is_inactive(cell, runner):
     assert outcome.status == "inactive" and outcome.record["share_inactive"] == 1.0
     assert runner(cell("method=full")).status == "ok"
     assert runner(cell("method=random", "budget=1.0")).status == "ok"
+
+
+def test_reuse_of_chunks_is_inactive_where_no_prompt_has_one_and_a_result_where_all_are_recomputed(
+    cell, runner, monkeypatch
+):
+    """A needle's prompt is one segment, all question; ratio 1 reuses nothing either, but is the baseline of the ratios."""
+    deep = ("+model.options.num_hidden_layers=4", "limit=1")
+    for ratio in (0.15, 1.0):
+        outcome = runner(cell("method=cacheblend", f"method.ratio={ratio}", *deep))
+        assert outcome.status == "inactive" and "had nothing to reuse" in outcome.record["notes"][0]
+    stock = Needle.samples
+
+    def parted(task, tokenizer):
+        for sample in stock(task, tokenizer):
+            ids = sample.segments[0]
+            yield dataclasses.replace(sample, segments=(ids[:200], ids[200:400], ids[400:]))
+
+    monkeypatch.setattr(Needle, "samples", parted)
+    for ratio in (0.15, 1.0):
+        outcome = runner(cell("method=cacheblend", f"method.ratio={ratio}", *deep, "seed=1"))
+        assert (outcome.status, outcome.record["notes"]) == ("ok", [])
+        assert outcome.record["share_inactive"] == float(ratio == 1.0)
 
 
 def test_deltas_are_filled_whichever_comes_first(cell, runner, tmp_path):

@@ -107,6 +107,8 @@ class Row:
             due = sum(sample.id not in done for done in map(rows_of, todo))
             prefills = min(due, 1) if self.shared else due
             prompt_s, rest_s = cost(sample, speed)
+            prompts, answers = todo[0].task.effort(sample)
+            prompt_s, rest_s = prompts * prompt_s, answers * rest_s
             self.runs += due
             self.prefills += prefills
             self.prompt_tokens += due * len(sample.prompt_ids())
