@@ -5,7 +5,7 @@ Everything a method's file needs is exported here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from kvcompress.budget import Budget, NotTogether, cap, check_budget, is_unlimited
@@ -362,8 +362,14 @@ def _settings(name: str, part: Any, own: Any) -> list[str]:
     """What a part was told that it, or the method's own of the same kind, would not say by itself: "codec.bits=4"."""
     if not is_dataclass(part):
         return []
-    same, always = type(own) is type(part), getattr(part, "said", ())
+    always = getattr(part, "said", ())
+    if type(own) is not type(part):
+        required = any(i.default is MISSING and i.default_factory is MISSING for i in fields(part))
+        kind: Any = type(part)
+        own = None if required else kind(**({"preset": part.preset} if hasattr(part, "preset") else {}))
     said = [
-        (i.name, getattr(part, i.name), getattr(own, i.name) if same else i.default) for i in fields(part) if i.repr
+        (i.name, getattr(part, i.name), i.default if i.name == "preset" else getattr(own, i.name, i.default))
+        for i in fields(part)
+        if i.repr
     ]
     return [f"{name}.{key}={value}" for key, value, usual in said if value != usual or key in always]

@@ -13,6 +13,7 @@ from kvcompress.report import stats
 
 NONE = "–"
 
+
 @dataclass
 class Entry:
     """One record and where it lies."""

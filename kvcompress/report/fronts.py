@@ -58,8 +58,8 @@ def draw_fronts(entries: Sequence[Entry], folder: Path) -> list[Path]:
 def _figure(panels: Sequence[dict[str, Any]], title: str) -> Any:
     plt = plotting()
     figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.8), layout="constrained", squeeze=False)
-    named = {named(p["points"][i][2]) for p in panels for i in p["front"] if not is_baseline(p["points"][i][2])}
-    colours = {name: (COLOURS[i % 7], MARKERS[(i + i // 7) % 7]) for i, name in enumerate(sorted(named))}
+    shown = {named(p["points"][i][2]) for p in panels for i in p["front"] if not is_baseline(p["points"][i][2])}
+    colours = {name: (COLOURS[i % 7], MARKERS[(i + i // 7) % 7]) for i, name in enumerate(sorted(shown))}
     for axes, panel in zip(grid[0], panels, strict=True):
         front = [panel["points"][i] for i in panel["front"]]
         axes.step(

@@ -166,11 +166,11 @@ def labelled(group: Sequence[Record]) -> list[Record]:
 
     Two runs that still look alike differ in another setting: their run ids tell them apart.
     """
-    named = [r | {"method": named(r)} for r in group]
-    count = Counter((r["method"], r.get("budget")) for r in named)
+    told = [r | {"method": named(r)} for r in group]
+    count = Counter((r["method"], r.get("budget")) for r in told)
     return [
         r | {"method": f"{r['method']} {r['run_id'][:4]}"} if count[r["method"], r.get("budget")] > 1 else r
-        for r in named
+        for r in told
     ]
 
 
