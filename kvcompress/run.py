@@ -69,7 +69,7 @@ class Runner:
         if len(cells) > 1:
             self._explain([group for group in groups if not (dry and group.shared)])
         if dry:
-            faults = estimate(groups, self._load, self.console)
+            faults = estimate(groups, self._load, self._tokenizer, self.console)
             for cell in cells:
                 fault = faults.get(cell.run_id)
                 self._settled(cell.settle("dry") if fault is None else cell.settle("failed", note=fault))

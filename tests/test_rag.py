@@ -419,6 +419,16 @@ def test_a_model_that_prefix_reuse_cannot_serve_says_how_to_go_without(musique):
     assert ran(windowed, Full(), task_of(musique, baselines=["full"]))[2]["kl"] <= 1e-6
 
 
+@pytest.mark.parametrize("dry", ["false", "true"])
+def test_a_limit_without_room_for_passages_ends_the_cell_before_a_model_is_loaded(tmp_path, musique, monkeypatch, dry):
+    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
+    common = [f"paths.results={tmp_path}/results", f"task.source={musique}", "model=random/llama", "task=rag"]
+    (outcome,) = Runner(Console(file=(tmp_path / "log").open("w"))).sweep(
+        [composed(*common, "method=cacheblend", "task.max_tokens=120", f"dry={dry}")]
+    )
+    assert outcome.status == "failed" and "raise task.max_tokens" in outcome.note
+
+
 def test_one_command_sweeps_ratios_and_the_records_say_what_was_reused(tmp_path, musique):
     console = Console(file=(tmp_path / "log").open("w"), width=200)
     common = [f"paths.results={tmp_path}/results", f"task.source={musique}", "task.answer_tokens=4"]
