@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -66,7 +67,7 @@ def unknown_key(override: str, error: OmegaConfBaseException) -> str:
             names |= {str(name): str(name) for name in (*beside, *GROUPS) if name != "hydra"}
     if not names:
         text = f"{override}: no {path} is chosen that has settings"
-        root = beside._get_root() if isinstance(beside, DictConfig) else {}
+        root: Any = beside._get_root() if isinstance(beside, DictConfig) else {}
         method = root.get("method") if isinstance(root, DictConfig) else None
         if isinstance(method, DictConfig) and key in method:  # a method that is itself such a part
             return (

@@ -153,15 +153,15 @@ def test_the_demo_is_a_sweep_over_known_methods():
 
 
 def test_every_yaml_is_a_choice_that_composes():
-    """Experiments choose of other groups, so they are composed alone; of the others one of each group at a time."""
+    """Experiments and debug set what other groups must have: composed alone; of the others one of each at a time."""
     choices = {group: [] for group in config.GROUPS}
     for group, names in choices.items():
         for path in sorted((FOLDER / group).rglob("*.yaml")):
             name = str(path.relative_to(FOLDER / group).with_suffix(""))
             if name not in config.AGENTS.get(group, ()):  # wandb's own format
                 names.append(f"{group}={name}")
-    for experiment in choices.pop("experiment"):
-        cell(experiment)
+    for alone in [*choices.pop("experiment"), *choices.pop("debug")]:
+        cell(alone)
     for several in zip_longest(*choices.values()):
         cell(*filter(None, several))
 
