@@ -113,6 +113,10 @@ class Codec(ABC):
         """
         return self
 
+    def fingerprint(self) -> dict[str, str]:
+        """Facts beside the settings that change results, as of `Method.fingerprint`."""
+        return {}
+
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor, slots: Slots) -> dict[str, Tensor]:
         """`[B, H_kv, n, D]` each → channels `[B, H_kv, n, ...]`, or `[B, 1, n, ...]` for what all heads share."""

@@ -154,19 +154,27 @@ TASK_ELSEWHERE = tuple(item.name for item in fields(Task))
 
 
 def register() -> None:
-    """Put every schema into the ConfigStore; may be called more than once."""
+    """Put every schema into the ConfigStore; may be called more than once, and makes them anew where a class is new."""
+    parts = {group: tuple(part_classes(base).items()) for group, base in PARTS.items()}
+    _register(tuple(method_classes().items()), tuple(TASKS.items()), tuple(parts.items()))
+
+
+@functools.lru_cache(maxsize=1)  # making them takes longer than composing a cell
+def _register(
+    methods: tuple[tuple[str, type], ...], tasks: tuple[tuple[str, type], ...], parts: tuple[tuple[str, Any], ...]
+) -> None:
     store = ConfigStore.instance()
     store.store(name="base_config", node=RunConfig)
     store.store(group="model", name="base_model", node=ModelConfig)
     store.store(group="sweep", name="base_sweep", node=SweepConfig)
     store.store(group="logger", name="base_logger", node=LoggerConfig)
-    for name, method in method_classes().items():
+    for name, method in methods:
         store.store(group="method", name=f"base_{name}", node=schema(method, name, METHOD_ELSEWHERE))
-    for name, task in TASKS.items():
+    for name, task in tasks:
         flat = name.replace("/", "_")  # a name may have a folder: reasoning/gsm8k
         store.store(group="task", name=f"base_{flat}", node=schema(task, name, TASK_ELSEWHERE))
-    for group, base in PARTS.items():
-        for name, part in part_classes(base).items():
+    for group, found in parts:
+        for name, part in found:
             store.store(group=group, name=f"base_{name}", node=schema(part, name))
     store.store(group="schedule", name="base_schedule", node=schema(Schedule, "schedule", SCHEDULE_ELSEWHERE))
     for name in models.names():

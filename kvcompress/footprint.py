@@ -277,6 +277,9 @@ class Fit:
         return asdict(self)
 
 
+SEARCHED, SEARCHES = 6, 3  # runs that predict, and searches, of `fits`
+
+
 def search(need: Callable[[int], int | None], room: int, predicted: int, most: int, tries: int, grain: int = 1) -> Fit:
     """The largest `n` in 1..most with `need(n) <= room`, by runs, from a prediction on.
 

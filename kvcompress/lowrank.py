@@ -90,6 +90,11 @@ class CalibrationText:
             )
         return torch.tensor(found[: count * self.length], device=model.device).view(count, self.length)
 
+    @property
+    def content(self) -> str | None:
+        """64 hexadecimal digits of a file's text; None where the name says all of it."""
+        return None if self.text in (OWN, PROSE) else hashlib.sha256(self._read(0).encode()).hexdigest()
+
     def _read(self, tokens: int) -> str:
         if self.text == PROSE:
             hay = load_haystack("essay", essays="builtin").sentences
@@ -306,8 +311,7 @@ def folder() -> Path:
 def fingerprint(model: Any, text: CalibrationText, settings: Mapping[str, Any]) -> str:
     """A name that says which model, text and settings, 24 hexadecimal digits."""
     config, said = compat.text_config(model), asdict(text) | dict(settings) | {"format": FORMAT}
-    if text.text not in (OWN, PROSE):
-        said["text"] = hashlib.sha256(text._read(0).encode()).hexdigest()
+    said["text"] = text.content or text.text
     said["rope"] = str(getattr(config, "rope_parameters", None))
     weights = calibration.probe(model).numpy().tobytes()
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode() + weights).hexdigest()[:24]

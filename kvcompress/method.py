@@ -5,7 +5,7 @@ Everything a method's file needs is exported here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from kvcompress.budget import Budget, NotTogether, cap, check_budget, is_unlimited
@@ -154,6 +154,11 @@ ILLEGAL: list[tuple[str, Any]] = [
         lambda m, p: p.prefill.needs_segments and m.compact_positions,
     ),
     (
+        "a method that is itself a codec holds tokens in its own form, and takes no other: leave codec out, or choose a method "
+        "that has none, such as full",
+        lambda m, p: type(m).make_codec is not Method.make_codec and p.codec.name != m.make_codec().name,
+    ),
+    (
         "a codec that encodes tokens in groups cannot drop them one by one in decode: schedule=prompt",
         lambda m, p: p.scorer is not None and p.schedule.in_decode and isinstance(p.codec, GroupedCodec),
     ),
@@ -183,6 +188,7 @@ class Method:
     source: ClassVar[str] = ""
     differences: ClassVar[str] = ""
 
+    said: ClassVar[tuple[str, ...]] = ()  # settings that boards say even where they are the method's own
     budget_kind: ClassVar[Literal["held_tokens", "read_tokens", "bytes", "none"]] = "held_tokens"
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {}}
 
@@ -257,6 +263,12 @@ class Method:
         """What a user should know of this method on this model: warned when attached, kept in the session's report."""
         return []
 
+    def fingerprint(self) -> dict[str, str]:
+        """Facts beside the settings that change results: what files hold that a codec or reader names. Part of the run id."""
+        parts = self.parts()
+        named = {"codec": parts.codec.fingerprint(), "reader": parts.reader.fingerprint()}
+        return {f"{part}.{key}": value for part, facts in named.items() for key, value in facts.items()}
+
     def reserved(self) -> int:
         """Sinks plus window, in tokens: what an int budget must exceed."""
         return 0
@@ -320,7 +332,7 @@ class Method:
     def variant(self) -> str:
         """What differs from the method's own settings under preset "paper", e.g. "allocator=ada window=16"; "" if nothing.
 
-        Boards print it beside the method's name.
+        Boards print it beside the method's name. Settings in `said`, of the method or a replaced part, are always in it.
         """
         parts = {"allocator", "codec", "reader", "prefill", "schedule"}
         own = type(self)(budget=self.budget, preset=self.preset)
@@ -333,7 +345,7 @@ class Method:
         for item in fields(self):
             if item.name not in parts | {"budget", "preset"} and item.repr:
                 value = getattr(self, item.name)
-                if value != getattr(own, item.name):
+                if value != getattr(own, item.name) or item.name in self.said:
                     changed.append(f"{item.name}={value}")
         return " ".join(changed)
 
@@ -355,8 +367,14 @@ def _settings(name: str, part: Any, own: Any) -> list[str]:
     """What a part was told that it, or the method's own of the same kind, would not say by itself: "codec.bits=4"."""
     if not is_dataclass(part):
         return []
-    same = type(own) is type(part)
+    always = getattr(part, "said", ())
+    if type(own) is not type(part):
+        required = any(i.default is MISSING and i.default_factory is MISSING for i in fields(part))
+        kind: Any = type(part)
+        own = None if required else kind(**({"preset": part.preset} if hasattr(part, "preset") else {}))
     said = [
-        (i.name, getattr(part, i.name), getattr(own, i.name) if same else i.default) for i in fields(part) if i.repr
+        (i.name, getattr(part, i.name), i.default if i.name == "preset" else getattr(own, i.name, i.default))
+        for i in fields(part)
+        if i.repr
     ]
-    return [f"{name}.{key}={value}" for key, value, usual in said if value != usual]
+    return [f"{name}.{key}={value}" for key, value, usual in said if value != usual or key in always]

@@ -168,6 +168,10 @@ class Reader(ABC):
         """This reader ready for a model, as `Method.bind`: one that needs data of the model returns a copy with it."""
         return self
 
+    def fingerprint(self) -> dict[str, str]:
+        """Facts beside the settings that change results, as of `Method.fingerprint`."""
+        return {}
+
     @abstractmethod
     def select(self, q: Tensor, index: LayerView, state: State) -> Tensor | None:
         """Slots to attend, for query `q [B, H_q, 1, D]`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -66,6 +67,12 @@ def unknown_key(override: str, error: OmegaConfBaseException) -> str:
             names |= {str(name): str(name) for name in (*beside, *GROUPS) if name != "hydra"}
     if not names:
         text = f"{override}: no {path} is chosen that has settings"
+        root: Any = beside._get_root() if isinstance(beside, DictConfig) else {}
+        method = root.get("method") if isinstance(root, DictConfig) else None
+        if isinstance(method, DictConfig) and key in method:  # a method that is itself such a part
+            return (
+                f"{text}; {key} is a setting of method={method.name}: method.{override.lstrip('+').partition('.')[2]}"
+            )
         return f"{text}; choose one, as in {path}=NAME {override.lstrip('+')}" if path and "." not in path else text
     of = str(getattr(error.object_type, "__name__", "")).removesuffix("Config") if path else ""
     return f"{override}: {full} is no setting{f' of {of}' * bool(of)}{nearest(key, names)}"

@@ -69,7 +69,7 @@ class Runner:
         if len(cells) > 1:
             self._explain([group for group in groups if not (dry and group.shared)])
         if dry:
-            faults = estimate(groups, self._load, self.console)
+            faults = estimate(groups, self._load, self._tokenizer, self.console)
             for cell in cells:
                 fault = faults.get(cell.run_id)
                 self._settled(cell.settle("dry") if fault is None else cell.settle("failed", note=fault))
@@ -301,15 +301,24 @@ def check_results(arguments: Sequence[str]) -> None:
 
 
 def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = False) -> int:
-    """The board of what was run, every failure in one line, and the exit code."""
+    """The board of what was run, every failure in one line, and the exit code.
+
+    Why cells were not begun was printed before the others were: here they are named once more, if there were others.
+    """
     from kvcompress.report.table import leaderboard, terminal
 
     unique = {outcome.run_id: outcome for outcome in outcomes if outcome.record}
     stored = [_latest(outcome) for outcome in unique.values()]
     if stored:
         leaderboard([dict(found) for found in stored], terminal())
+    unbegun = [outcome for outcome in outcomes if outcome.status in ("refused", "dropped")]
+    for status in ("refused", "dropped") if len(unbegun) < len(outcomes) else ():
+        names = [f"{outcome.method} budget {outcome.budget}" for outcome in unbegun if outcome.status == status]
+        if names:
+            text = f"{status}: {', '.join(names)} (said above why)"
+            console.print(text, style="red" if status == "refused" else "yellow", highlight=False, markup=False)
     for outcome in outcomes:
-        if outcome.failed or outcome.status in ("stale", "running", "dropped"):
+        if outcome not in unbegun and (outcome.failed or outcome.status in ("stale", "running")):
             text = f"{outcome.status}: {outcome.method} budget {outcome.budget} {outcome.run_id} {outcome.note}"
             console.print(text, style="red" if outcome.failed else "yellow", highlight=False, markup=False)
     if interrupted:

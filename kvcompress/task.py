@@ -150,6 +150,10 @@ class Task(ABC):
         """The fields that make up this task, without seed and data folder."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("seed", "data")}
 
+    def effort(self, sample: Sample) -> tuple[float, float]:
+        """How often `run` prefills the sample's prompt and decodes its answer, rows of a batch counted: for estimates."""
+        return 1.0, 1.0
+
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Prefill the context, ask each turn, and say what it took.
 

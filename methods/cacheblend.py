@@ -41,6 +41,7 @@ class Blended(Prefill):
     name: ClassVar[str] = "cacheblend"
     needs_segments: ClassVar[bool] = True
     all_queries: ClassVar[bool] = False
+    said: ClassVar[tuple[str, ...]] = ("ratio",)
 
     ratio: float | None = None
     check_layer: int = 1
@@ -115,6 +116,7 @@ class CacheBlend(Method):
         "later ones); the whole question is recomputed; gradual filtering, which neither code has"
     )
 
+    said: ClassVar[tuple[str, ...]] = ("ratio",)
     budget_kind: ClassVar[Literal["none"]] = "none"
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from kvcompress import compat
 from kvcompress.budget import Budget, is_unlimited
+from kvcompress.jsonl import content_hash
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor
 from kvcompress.methods.flexicache_profile import unstable_heads
 from kvcompress.pages import PagedReader, PageIndex, top_pages
@@ -70,6 +72,11 @@ class FlexiCacheReader(PagedReader):
             chosen = unstable_heads(self.heads, model, round(self.unstable * len(everyone)))
         classes = tuple(tuple(i in full and (i, h) not in chosen for h in range(kv)) for i in range(layers))
         return replace(self, classes=classes)
+
+    def fingerprint(self) -> dict[str, str]:
+        path = Path(self.heads).expanduser()
+        named = self.heads not in ("profile", "stable", "unstable", "random") and path.is_file()
+        return {"heads": content_hash(path)} if named else {}
 
     def stable(self, layer: int) -> tuple[bool, ...]:
         """Which KV heads of a layer are stable."""

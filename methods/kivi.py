@@ -28,6 +28,7 @@ class KIVICodec(GroupedCodec):
     name: ClassVar[str] = "kivi"
     scales: ClassVar[tuple[str, ...]] = ("scale", "zero")
     packed: ClassVar[bool] = True
+    said: ClassVar[tuple[str, ...]] = ("bits",)
 
     bits: int = 2
     group: int = 32
@@ -94,6 +95,7 @@ class KIVI(Method):
         "a constant group has scale 0; codes are packed along channels; rows of a batch have blocks of their own"
     )
 
+    said: ClassVar[tuple[str, ...]] = ("bits",)
     budget_kind: ClassVar[Literal["none"]] = "none"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"group": 32, "residual": 128},  # section 4.1 and the LongBench page of the repository

@@ -73,6 +73,10 @@ class LowRankCodec(Codec):
     def calibration(self) -> CalibrationText:
         return CalibrationText(self.text, self.tokens, self.length, self.seed)
 
+    def fingerprint(self) -> dict[str, str]:
+        content = self.calibration.content
+        return {} if content is None else {"text": content[:16]}
+
     @property
     def joint(self) -> bool:
         return self.form == "mla" or self.head_group > 1
@@ -208,7 +212,7 @@ class LowRank(Method):
             `bits` is set.
         form: "palu" or "mla".
         head_group: KV heads that share a latent of form=palu; the paper takes 4. With eviction only 1.
-        rank: of every latent, instead of what the budget allows.
+        rank: of every latent, instead of what a budget allows: there is none then, and a sweep's budgets are one cell.
         rope_dims: numbers of all heads' keys together that keep their rotation in form=mla; None for one head's.
         bits: 2, 4 or 8 quantise every token's latent, spread by a Hadamard matrix (Palu, section 3.3), with a scale and
             a zero; None holds it in the model's own precision. The rotated part of form=mla is never quantised.
@@ -237,6 +241,8 @@ class LowRank(Method):
     seed: int = 0
 
     def check(self) -> None:
+        if self.rank is not None:
+            object.__setattr__(self, "budget_kind", "none")
         self._codec()
 
     def make_codec(self) -> Codec:

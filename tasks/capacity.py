@@ -80,6 +80,11 @@ class Capacity(MeasuredTask):
                 meta={"length": length},
             )
 
+    def effort(self, sample: Sample) -> tuple[float, float]:
+        """Both sides in each round: a prompt and the steps of each batch, and the real batched run; then one footprint."""
+        runs = 2 * (self.rounds + self.warmup)
+        return runs * (1 + self.check) + 2, runs * (len(set(self.batches)) + 1)
+
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Measure, simulate and check, with a session that is not open.
 

@@ -47,6 +47,11 @@ class Latency(GridTask):
     def protocol(self) -> dict[str, Any]:
         return {**super().protocol(), "rounds": self.rounds, "warmup": self.warmup}
 
+    def effort(self, sample: Sample) -> tuple[float, float]:
+        """Both sides in each round, the full cache twice for A/A; a batch decodes as fast as a row, or nearly."""
+        runs = (self.rounds + self.warmup) * (3 if self.aa else 2)
+        return runs * sample.meta["shape"]["batch"], runs
+
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Measure one cell of the grid with a session that is not open.
 

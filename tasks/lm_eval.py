@@ -327,9 +327,8 @@ class LMEval(Task):
         """The chosen metric of one document, 0 to 1."""
         key = self._chosen(task, values)
         metric, value = key[0], values[key]
-        if metric in ("f1", "mcc") and isinstance(
-            value, tuple
-        ):  # of expected and chosen answer, for all documents only
+        # of expected and chosen answer, for all documents only
+        if metric in ("f1", "mcc") and isinstance(value, tuple):
             return float(value[0] == value[1])
         higher = task.higher_is_better().get(metric, True)
         if not _is_number(value) or not higher:

@@ -55,6 +55,12 @@ class Memory(GridTask):
         if self.tries < 1 or self.most < 1:
             raise ValueError(f"task.tries={self.tries}, task.most={self.most}: at least 1")
 
+    def effort(self, sample: Sample) -> tuple[float, float]:
+        """One run of each side, and those that look for what fits: as large as what fits, of which little is known."""
+        batch, sides = sample.meta["shape"]["batch"], 2 if self.compare else 1
+        searched = 0 if self.memory is None else footprint.SEARCHED + footprint.SEARCHES * self.tries
+        return (sides + searched) * batch, sides
+
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Measure one cell of the grid with a session that is not open.
 

@@ -189,6 +189,10 @@ class Rag(Task):
 
     # ------------------------------------------------------------------ running
 
+    def effort(self, sample: Sample) -> tuple[float, float]:
+        """Chunks once, each way in each round, and the full model's answer, which is followed too."""
+        return 2.0 + self.rounds * (1 + len(self.baselines)), 3.0
+
     @torch.no_grad()
     def reference(self, session: Any, sample: Sample) -> dict[str, torch.Tensor]:
         """The full model's greedy answer, its end token included, and the logits `[n, V]` that predicted each token."""

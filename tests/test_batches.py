@@ -7,12 +7,12 @@ import json
 
 import pytest
 import torch
+from composed import composed
 from helpers import EVICTING, all_held, make
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
-from kvcompress import batches, compress, config, record
+from kvcompress import batches, compress, record
 from kvcompress.method import Chunked, Method
 from kvcompress.run import Runner
 from kvcompress.task import Sample, Turn
@@ -134,13 +134,11 @@ def test_the_bytes_of_a_token_are_those_a_cache_holds(architecture):
 
 @pytest.fixture
 def cell(tmp_path):
-    config.register()
     usual = ["model=random", "device=cpu", "paths.data=null", f"paths.results={tmp_path}", "task.lengths=[450,480]",
              "task.depths=[0.0,1.0]", "task.max_new_tokens=4"]  # fmt: skip
 
     def make(*overrides, short=True):
-        with initialize_config_dir(str(config.folder()), version_base="1.3"):
-            return compose("config", [*(usual if short else usual[:4]), *overrides])
+        return composed(*(usual if short else usual[:4]), *overrides)
 
     return make
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from small_models import small_model
 
-import kvcompress.conf
-from kvcompress import capacity_points, compress, config, latency
+from kvcompress import capacity_points, compress, latency
 from kvcompress.capacity import Costs, highest_rate, poisson, saturated, serve, simulate
 from kvcompress.capacity_points import Points, agreement, points
 from kvcompress.methods import Full, SnapKV
@@ -23,7 +21,6 @@ from kvcompress.record import read_rows
 from kvcompress.run import Runner
 from kvcompress.tasks import Capacity
 
-CONF = Path(kvcompress.conf.__file__).resolve().parent
 UNIT = Costs(prefill_s=2.0, step_s=((1, 1.0), (2, 1.5)), held=10, prefill=30, weights=100)
 
 
@@ -188,7 +185,6 @@ def test_points_time_each_number_of_requests_from_the_same_cache():
 
 @pytest.fixture
 def run(tmp_path):
-    config.register()
     tiny = [
         "task.lengths=[32]",
         "task.output=6",
@@ -200,9 +196,7 @@ def run(tmp_path):
 
     def go(*overrides):
         fixed = ["model=random", "task=capacity", *tiny, "device=cpu", f"paths.results={tmp_path}", "sweep.name=test"]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            cell = compose("config", [*fixed, "paths.data=null", *overrides])
-        return Runner(Console(file=io.StringIO()))(cell)
+        return Runner(Console(file=io.StringIO()))(composed(*fixed, "paths.data=null", *overrides))
 
     return go
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+from composed import composed
 from helpers import CODED
-from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,15 +17,13 @@ import kvcompress.conf
 from kvcompress import config
 from kvcompress.method import Chunked, Uniform
 from kvcompress.methods import METHODS
+from kvcompress.refusals import explain
 from kvcompress.tasks import TASKS
 
 FOLDER = Path(kvcompress.conf.__file__).resolve().parent
 
 
-def cell(*overrides):
-    config.register()
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose("config", list(overrides))
+cell = composed
 
 
 @pytest.mark.parametrize("name", config.method_classes())
@@ -99,6 +98,15 @@ def test_a_codecs_settings_are_its_own_fields():
         config.build_method(cell("method=snapkv", "codec=kivi", "codec.bits=3"))
 
 
+def test_a_codecs_setting_where_none_is_chosen_names_the_methods_own():
+    with pytest.raises(ConfigCompositionException) as error:
+        cell("method=kivi", "codec.bits=3")
+    assert explain(error.value).endswith("bits is a setting of method=kivi: method.bits=3")
+    with pytest.raises(ConfigCompositionException) as error:
+        cell("method=snapkv", "codec.bits=3")
+    assert explain(error.value).endswith("choose one, as in codec=NAME codec.bits=3")
+
+
 def test_int_and_float_budgets_keep_their_type():
     assert config.build_method(cell("method=random", "budget=64")).budget == 64
     assert isinstance(config.build_method(cell("method=random", "budget=1.0")).budget, float)
@@ -145,11 +153,17 @@ def test_the_demo_is_a_sweep_over_known_methods():
 
 
 def test_every_yaml_is_a_choice_that_composes():
-    for group in config.GROUPS:
-        for path in (FOLDER / group).rglob("*.yaml"):
+    """Experiments and debug set what other groups must have: composed alone; of the others one of each at a time."""
+    choices = {group: [] for group in config.GROUPS}
+    for group, names in choices.items():
+        for path in sorted((FOLDER / group).rglob("*.yaml")):
             name = str(path.relative_to(FOLDER / group).with_suffix(""))
             if name not in config.AGENTS.get(group, ()):  # wandb's own format
-                cell(f"{group}={name}")
+                names.append(f"{group}={name}")
+    for alone in [*choices.pop("experiment"), *choices.pop("debug")]:
+        cell(alone)
+    for several in zip_longest(*choices.values()):
+        cell(*filter(None, several))
 
 
 def test_the_slope_runs_every_method_from_no_limit_down_to_a_twentieth_on_both_tasks():

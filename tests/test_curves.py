@@ -184,6 +184,13 @@ def test_settings_of_a_method_without_a_budget_are_one_line_by_what_they_hold():
     assert one.ordered and [record["kv.ratio"] for record in one.records] == [0.3, 0.2, 0.14]
 
 
+def test_a_codec_on_the_full_cache_is_named_and_so_is_what_all_runs_of_a_line_have_in_common():
+    bits = [coded("full", 0.2, "kivi", variant="codec=kivi codec.bits=4")]
+    assert [one.name for one in series([made("full", 1.0, "fidelity"), *bits])] == ["full codec=kivi codec.bits=4"]
+    bits.append(coded("full", 0.3, "kivi", variant="codec=kivi codec.bits=8"))
+    assert [(one.name, len(one.records)) for one in series(bits)] == [("full codec=kivi", 2)]
+
+
 def test_settings_that_share_budgets_are_lines_of_their_own():
     records = [
         coded("snap", budget * share, "kivi", "Snap", budget, variant)

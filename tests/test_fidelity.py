@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import composed
 from helpers import EVICTING, make
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from safetensors.torch import save_file
 from small_models import random_ids, small_model
 
-import kvcompress.conf
-from kvcompress import compress, config, load
+from kvcompress import compress, load
 from kvcompress.drift import compare
 from kvcompress.method import Method, Schedule
 from kvcompress.methods import H2O, Full, SnapKV
@@ -27,7 +26,6 @@ from kvcompress.run import Runner
 from kvcompress.task import Sample, Turn
 from kvcompress.tasks import Fidelity
 
-CONF = Path(kvcompress.conf.__file__).resolve().parent
 SHORT = {"prompt_tokens": 60, "continuation_tokens": 12, "n_texts": 2}
 
 
@@ -204,13 +202,11 @@ def test_a_file_that_is_not_there_is_named():
 
 @pytest.fixture
 def cell(tmp_path):
-    config.register()
     short = [f"task.{key}={value}" for key, value in SHORT.items()]
 
     def make_cell(*overrides):
         fixed = ["model=random", "task=fidelity", *short, "device=cpu", f"paths.results={tmp_path}", "sweep.name=test"]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("config", [*fixed, "paths.data=null", *overrides])
+        return composed(*fixed, "paths.data=null", *overrides)
 
     return make_cell
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 import io
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import composed
 from rich.console import Console
 from small_models import random_ids, small_model
 
-import kvcompress.conf
-from kvcompress import compress, config, footprint, latency, load, machine
+from kvcompress import compress, footprint, latency, load, machine
 from kvcompress.footprint import Line, Needs, fits, prompt_of, rows, search, weight_bytes
 from kvcompress.latency import Shape, batch_ids, prompt_ids
 from kvcompress.measure import hardware
@@ -22,7 +20,6 @@ from kvcompress.record import read_rows
 from kvcompress.run import Runner
 from kvcompress.tasks import Memory
 
-CONF = Path(kvcompress.conf.__file__).resolve().parent
 MEASURED = (
     "prefill_growth decode_growth prefill_peak decode_peak after_growth steady_growth prefill_rest decode_rest moments"
 )
@@ -170,14 +167,11 @@ def test_settings_that_measure_nothing_are_refused_by_name(settings, says):
 
 @pytest.fixture
 def run(tmp_path):
-    config.register()
     tiny = ["task.lengths=[24,48]", "task.outputs=[5]"]
 
     def go(*overrides):
         fixed = ["model=random", "task=memory", *tiny, "device=cpu", f"paths.results={tmp_path}", "sweep.name=test"]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            cell = compose("config", [*fixed, "paths.data=null", *overrides])
-        return Runner(Console(file=io.StringIO()))(cell)
+        return Runner(Console(file=io.StringIO()))(composed(*fixed, "paths.data=null", *overrides))
 
     return go
 

@@ -197,3 +197,12 @@ def test_ranks_refuse_rows_of_two_protocols(tmp_path):
         run(tmp_path, "good", 0.25, [1.0], pair=pair)
     with pytest.raises(ValueError, match="2 protocols"):
         averages.rank(kvcompress.report.load(tmp_path), 0.25)
+
+
+def test_a_folder_without_a_record_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "board" / "cut").mkdir(parents=True)
+    (tmp_path / "board" / "cut" / "record.json").write_text("{")
+    with pytest.raises(ValueError, match=r"no records under .*scripts/run.py(.|\n)*skipped .*cut"):
+        kvcompress.report.load(tmp_path)
+    with pytest.raises(ValueError, match=r"no records under .*nowhere(.|\n)*not there"):
+        kvcompress.report.load(tmp_path / "nowhere")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import composed
 from rich.console import Console
 from slow_device import SlowDevice
 from small_models import small_model
 
-import kvcompress.conf
-from kvcompress import compress, config, latency, roofline, timing
+from kvcompress import compress, latency, roofline, timing
 from kvcompress.latency import Shape, again, batch_ids, grid, last_good, prompt_ids, request
 from kvcompress.method import Method
 from kvcompress.methods import H2O, Full, SnapKV
@@ -22,7 +20,6 @@ from kvcompress.random_models import byte_tokenizer
 from kvcompress.run import Runner
 from kvcompress.tasks import Latency
 
-CONF = Path(kvcompress.conf.__file__).resolve().parent
 TINY = ["task.lengths=[24,48]", "task.batches=[1,2]", "task.outputs=[5]", "task.rounds=2", "task.floor=false"]
 
 
@@ -128,12 +125,10 @@ def test_on_the_way_down_the_batch_is_halved_before_the_prompt():
 
 @pytest.fixture
 def cell(tmp_path):
-    config.register()
 
     def make_cell(*overrides):
         fixed = ["model=random", "task=latency", *TINY, "device=cpu", f"paths.results={tmp_path}", "sweep.name=test"]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("config", [*fixed, "paths.data=null", *overrides])
+        return composed(*fixed, "paths.data=null", *overrides)
 
     return make_cell
 

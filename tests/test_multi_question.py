@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from composed import composed
 from helpers import EVICTING, make
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
-from kvcompress import compress, config, load
+from kvcompress import compress, load
 from kvcompress.haystack import Encoder, follow_up, frame
 from kvcompress.method import Method
 from kvcompress.random_models import byte_tokenizer
@@ -227,14 +227,12 @@ def test_illegal_settings_are_refused_with_the_valid_ones(options):
 
 @pytest.fixture
 def cells(tmp_path):
-    config.register()
     usual = ["model=random", "device=cpu", "task=multi_question", "task.lengths=[900]", "task.n_samples=2",
              "task.n_questions=3", "task.max_new_tokens=4", "paths.data=null", f"paths.results={tmp_path}",
              "sweep.name=test"]  # fmt: skip
 
     def make(*overrides):
-        with initialize_config_dir(str(config.folder()), version_base="1.3"):
-            return [compose("config", [*usual, *one]) for one in overrides]
+        return [composed(*usual, *one) for one in overrides]
 
     return make
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -36,18 +37,66 @@ def clone(tmp_path) -> Path:
     return tmp_path
 
 
-def run(command: str, where: Path) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(where),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(command, shell=True, cwd=where, env=environment, capture_output=True, text=True, timeout=280)
+# Each command is a process of its own, forked from one that has the packages (and nothing of this tree) imported already.
+STARTER = """
+import importlib, json, os, runpy, shlex, sys, tempfile
+import datasets, hydra, pandas, pytest, torch, transformers
+assert not [name for name in sys.modules if name.partition(".")[0] == "kvcompress"]
+for line in sys.stdin:
+    command, where = json.loads(line)
+    program, *words = shlex.split(command)
+    assert program == "python", command
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+    child = os.fork()
+    if not child:
+        os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+        os.chdir(where)
+        importlib.invalidate_caches()
+        module = words[0] == "-m"
+        sys.argv = words[module:]
+        sys.path[:0] = [where if module else os.path.dirname(os.path.join(where, words[0])), where]
+        code = 0
+        try:
+            if module:
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            code = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    texts = []
+    for file in (out, err):
+        file.seek(0)
+        texts.append(file.read().decode())
+    print(json.dumps([code, *texts]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Run a command, `python …`, in a folder as from a clone: its exit code and what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", STARTER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as starter:
+
+        def go(command: str, where: Path) -> subprocess.CompletedProcess[str]:
+            starter.stdin.write(json.dumps([command, str(where)]) + "\n")
+            starter.stdin.flush()
+            return subprocess.CompletedProcess(command, *json.loads(starter.stdout.readline()))
+
+        yield go
+        starter.stdin.close()
 
 
 @pytest.mark.slow
-def test_the_page_runs_as_it_is_written(clone):
+def test_the_page_runs_as_it_is_written(clone, run):
     """Files are written and commands run in the page's order; all succeed, and the method gets its row and its record."""
     for language, path, text in BLOCKS:
         if path:
@@ -65,9 +114,10 @@ def test_the_page_fills_in_every_file_that_is_made():
     assert {path for _, path, _ in BLOCKS if path} == set(script().files("LongKeys"))
 
 
-def test_what_is_made_passes_its_test_and_says_what_is_missing(tmp_path, clone):
+def test_what_is_made_passes_its_test_and_says_what_is_missing(clone, run):
     """As made, the method works; the table of methods refuses it until it is described."""
-    done = run("python scripts/new_method.py Fresh && python -m pytest -q tests/methods/test_fresh.py", clone)
+    assert run("python scripts/new_method.py Fresh", clone).returncode == 0
+    done = run("python -m pytest -q tests/methods/test_fresh.py", clone)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
     table = run("python scripts/method_table.py", clone)
     assert table.returncode == 1 and "Fresh" in table.stderr and "family, keeps, source, differences" in table.stderr

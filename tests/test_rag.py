@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import composed
 from rich.console import Console
 from test_kvstore import Rounding
 from test_longbench import CHAT, bpe
 
-from kvcompress import compress, config, kvstore, load, passages, record
+from kvcompress import compress, kvstore, load, passages, record
 from kvcompress.haystack import Encoder
 from kvcompress.measure import without_peaks
 from kvcompress.method import Method
@@ -419,14 +419,21 @@ def test_a_model_that_prefix_reuse_cannot_serve_says_how_to_go_without(musique):
     assert ran(windowed, Full(), task_of(musique, baselines=["full"]))[2]["kl"] <= 1e-6
 
 
+@pytest.mark.parametrize("dry", ["false", "true"])
+def test_a_limit_without_room_for_passages_ends_the_cell_before_a_model_is_loaded(tmp_path, musique, monkeypatch, dry):
+    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
+    common = [f"paths.results={tmp_path}/results", f"task.source={musique}", "model=random/llama", "task=rag"]
+    (outcome,) = Runner(Console(file=(tmp_path / "log").open("w"))).sweep(
+        [composed(*common, "method=cacheblend", "task.max_tokens=120", f"dry={dry}")]
+    )
+    assert outcome.status == "failed" and "raise task.max_tokens" in outcome.note
+
+
 def test_one_command_sweeps_ratios_and_the_records_say_what_was_reused(tmp_path, musique):
     console = Console(file=(tmp_path / "log").open("w"), width=200)
     common = [f"paths.results={tmp_path}/results", f"task.source={musique}", "task.answer_tokens=4"]
     common += ["model=random/llama", "task.max_tokens=null", "experiment=rag", "hydra.mode=RUN"]
-    config.register()
-    with initialize_config_dir(str(config.folder()), version_base="1.3"):
-        cells = [compose("config", [*common, f"method.ratio={ratio}"]) for ratio in (0.0, 1.0)]
-        cells.append(compose("config", [*common, "method=full"]))
+    cells = [composed(*common, own) for own in ("method.ratio=0.0", "method.ratio=1.0", "method=full")]
     runner = Runner(console)
     with without_peaks():
         outcomes = runner.sweep(cells)
@@ -465,4 +472,4 @@ def test_a_ratio_is_read_as_settings_write_it():
     blended = SnapKV(budget=0.5, prefill=CacheBlend(ratio=0.3).make_prefill())
     row = {"method": "snapkv", "variant": blended.variant()}
     assert reuse.ratio(row) == 0.3 and "prefill.ratio" in row["variant"]
-    assert reuse.name(row).startswith("snapkv prefill=cacheblend prefill.deviation=")
+    assert reuse.name(row) == "snapkv prefill=cacheblend"

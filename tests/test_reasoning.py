@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composed import composed
 from rich.console import Console
 
 import kvcompress.conf
@@ -35,7 +35,6 @@ def file(tmp_path):
 
 @pytest.fixture
 def cell(tmp_path):
-    config.register()
 
     def make(*overrides):
         usual = (
@@ -45,8 +44,7 @@ def cell(tmp_path):
             "sweep.name=test",
             "paths.data=null",
         )
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            return compose("config", [*usual, *overrides])
+        return composed(*usual, *overrides)
 
     return make
 

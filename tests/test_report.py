@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 
 from kvcompress import record
+from kvcompress.report import figure, heatmap
 from kvcompress.report.cli import main
 from kvcompress.report.entries import gather as load
+from kvcompress.report.entries import label
 from kvcompress.report.heatmap import grid
 from kvcompress.report.table import COLUMNS, leaderboard, markdown
 
@@ -116,6 +118,38 @@ def test_heat_maps_are_written_for_one_length_and_for_a_grid(results, tmp_path):
     assert main([str(other), "--png", str(other)]) == 0 and list(other.glob("*.png"))
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"method": "full", "budget": 1.0, "parts.scorer": "none"}, "full"),
+        ({"method": "int8", "budget": 1.0, "parts.scorer": "none", "parts.codec": "int8"}, "int8"),
+        ({"method": "kivi", "budget": 1.0, "parts.scorer": "none", "variant": "bits=2"}, "kivi bits=2"),
+        ({"method": "full", "budget": 1.0, "parts.scorer": None, "variant": "codec=kivi"}, "full codec=kivi"),
+        ({"method": "snapkv", "budget": 1.0, "parts.scorer": "SnapKVScorer"}, "snapkv · 1"),
+        ({"method": "snapkv", "budget": 0.25, "parts.scorer": "SnapKVScorer"}, "snapkv · 0.25"),
+        ({"method": "quest", "budget": 64, "parts.scorer": "none"}, "quest · 64 tok"),
+        ({"method": "lowrank", "budget": 0.5, "parts.scorer": "none", "variant": "bits=4"}, "lowrank bits=4 · 0.5"),
+    ],
+)
+def test_a_figure_says_method_settings_and_a_budget_where_one_was_asked_for(more, said):
+    assert label(more) == said
+
+
+def test_columns_of_one_method_in_two_settings_are_apart_and_a_long_title_is_in_the_picture(tmp_path):
+    make(tmp_path, "full", 1.0, 1.0, scorer="none")
+    make(tmp_path, "good", 0.5, 1.0, variant="codec=kivi codec.bits=2", **{"parts.codec": "kivi"})
+    make(tmp_path, "good", 0.25, 0.0)
+    seen, stock = [], figure.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heatmap, "save", lambda drawn, stem: seen.append(drawn) or stock(drawn, stem))
+        assert heatmap.draw(load([tmp_path]).entries, "a title of many words " * 12, tmp_path / "heat.png")
+    (drawn,) = seen
+    texts = [text.get_text() for text in drawn.axes[0].texts]
+    assert "good codec=kivi codec.bits=2" in texts and "good" in texts
+    title = drawn._suptitle.get_window_extent()
+    assert 0 <= title.x0 and title.x1 <= drawn.bbox.width and "\n" in drawn._suptitle.get_text()
+
+
 def test_grid_is_the_mean_per_length_and_depth():
     rows = [{"score": s, "meta": {"length": 10, "depth": d}} for s, d in ((1, 0.0), (0, 0.0), (1, 1.0))]
     assert grid([*rows, {"score": 1, "meta": {}}]) == {(10, 0.0): 0.5, (10, 1.0): 1.0}
@@ -180,3 +214,11 @@ def test_figures_beside_the_full_caches_are_columns_where_a_task_has_them(result
     text = markdown([with_ratios])
     assert "| TPOT × |" in text and "| 0.51 |" in text and "peak ×" not in text and "multiple of the full cache" in text
     assert "TPOT ×" not in markdown([records]) and "multiple of the full cache" not in markdown([records])
+
+
+def test_the_full_cache_against_itself_is_a_column_where_it_was_measured(results):
+    records = [entry.record for entry in load([results]).entries]
+    again = {"metrics.ratio_ttft": 0.97, "metrics.ratio_aa_ttft": 1.012, "metrics.ratio_aa_tpot": 0.991}
+    text = markdown([[record | again for record in records]])
+    assert "| TTFT × | A/A |" in text and "| 0.97 | 1.01, 0.99 |" in text and "full cache against itself" in text
+    assert "A/A" not in markdown([[record | {"metrics.ratio_ttft": 0.97} for record in records]])

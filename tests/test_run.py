@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -10,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import composed
 from rich.console import Console
 
-import kvcompress.conf
 from kvcompress import config, record, run
 from kvcompress.run import Outcome, Runner, summary
+from kvcompress.tasks import Needle
 
-FOLDER = Path(kvcompress.conf.__file__).resolve().parent
 ROOT = Path(__file__).resolve().parent.parent
 PAIRS = ("at least 33", "compact positions need equal")  # each setting is legal with others
 SHORT = (
@@ -32,13 +32,8 @@ SHORT = (
 
 @pytest.fixture
 def cell(tmp_path):
-    config.register()
-
     def make(*overrides):
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            return compose(
-                "config", [*SHORT, f"paths.results={tmp_path}", "sweep.name=test", "paths.data=null", *overrides]
-            )
+        return composed(*SHORT, f"paths.results={tmp_path}", "sweep.name=test", "paths.data=null", *overrides)
 
     return make
 
@@ -201,9 +196,22 @@ def test_an_illegal_cell_is_refused_before_a_model_is_loaded(cell, runner, monke
 )
 def test_the_exit_code_does_not_count_dropped_pairs_while_there_are_other_cells(statuses, code, capsys):
     outcomes = [Outcome("snapkv", 10, status, note="why it is so") for status in statuses]
+    begun = set(statuses) - {"dropped", "refused"}
     console = Console(file=io.StringIO(), width=200)
     assert summary(outcomes, console) == code
-    assert console.file.getvalue().count("dropped: snapkv budget 10") == statuses.count("dropped")
+    assert console.file.getvalue().count("dropped: snapkv budget 10") == (1 if begun and "dropped" in statuses else 0)
+    assert ("why it is so" in console.file.getvalue()) == ("failed" in statuses)
+
+
+def test_why_a_cell_is_refused_is_printed_once(cell, tmp_path):
+    """Alone it is the last that is said; beside others it is named again, without the reason."""
+    for others in ([], [cell("method=random", "budget=0.5", "limit=1")]):
+        console = Console(file=io.StringIO(), width=200)
+        runner = Runner(console)
+        runner.sweep([cell("method=snapkv", "budget=10"), *others])
+        assert summary(runner.outcomes, console) == (0 if others else 1)
+        said = console.file.getvalue()
+        assert said.count("at least 33") == 1 and said.count("snapkv budget 10") == 1 + len(others)
 
 
 def test_a_prompt_longer_than_the_models_positions_is_an_error_before_any_sample(cell, runner, monkeypatch):
@@ -217,6 +225,28 @@ def test_a_method_that_should_act_and_never_does_is_inactive(cell, runner):
     assert outcome.status == "inactive" and outcome.record["share_inactive"] == 1.0
     assert runner(cell("method=full")).status == "ok"
     assert runner(cell("method=random", "budget=1.0")).status == "ok"
+
+
+def test_reuse_of_chunks_is_inactive_where_no_prompt_has_one_and_a_result_where_all_are_recomputed(
+    cell, runner, monkeypatch
+):
+    """A needle's prompt is one segment, all question; ratio 1 reuses nothing either, but is the baseline of the ratios."""
+    deep = ("+model.options.num_hidden_layers=4", "limit=1")
+    for ratio in (0.15, 1.0):
+        outcome = runner(cell("method=cacheblend", f"method.ratio={ratio}", *deep))
+        assert outcome.status == "inactive" and "had nothing to reuse" in outcome.record["notes"][0]
+    stock = Needle.samples
+
+    def parted(task, tokenizer):
+        for sample in stock(task, tokenizer):
+            ids = sample.segments[0]
+            yield dataclasses.replace(sample, segments=(ids[:200], ids[200:400], ids[400:]))
+
+    monkeypatch.setattr(Needle, "samples", parted)
+    for ratio in (0.15, 1.0):
+        outcome = runner(cell("method=cacheblend", f"method.ratio={ratio}", *deep, "seed=1"))
+        assert (outcome.status, outcome.record["notes"]) == ("ok", [])
+        assert outcome.record["share_inactive"] == float(ratio == 1.0)
 
 
 def test_deltas_are_filled_whichever_comes_first(cell, runner, tmp_path):
@@ -255,6 +285,7 @@ def test_command_line_sweeps_and_drops_pairs_that_do_not_go_together_with_a_note
     assert not (ROOT / "multirun").exists()
 
 
-def test_command_line_names_the_valid_methods_and_exits_2(tmp_path):
-    code, text = command("method=snapvk", "budget=0.5", folder=tmp_path)
-    assert code == 2 and "did you mean snapkv?" in text and "streamingllm" in text and "Traceback" not in text
+def test_command_line_names_the_valid_methods_and_exits_2(tmp_path, capsys):
+    code = run.main(["method=snapvk", "budget=0.5", *SHORT, f"paths.results={tmp_path}"])
+    text = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and "did you mean snapkv?" in text and "streamingllm" in text

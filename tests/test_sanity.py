@@ -7,11 +7,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composed import composed
 from rich.console import Console
 from test_rows import ROWS, write
 
-from kvcompress import answers, config, sanity
+from kvcompress import answers, sanity
 from kvcompress.random_models import byte_tokenizer
 from kvcompress.run import Runner
 from kvcompress.task import Sample, Turn
@@ -97,12 +97,10 @@ def test_published_rows_pass(data_folder):
 
 @pytest.fixture
 def cell(tmp_path):
-    config.register()
     usual = ["model=random", "device=cpu", "paths.data=null", f"paths.results={tmp_path}/out", "sweep.name=test"]
 
     def make(*overrides):
-        with initialize_config_dir(str(config.folder()), version_base="1.3"):
-            return compose("config", [*usual, *overrides])
+        return composed(*usual, *overrides)
 
     return make
 

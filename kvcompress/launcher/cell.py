@@ -65,7 +65,7 @@ def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
             **task.settings(),
             **task.fingerprint(),
         },
-        "method": {"name": config.method.name, **described},
+        "method": {"name": config.method.name, **described, **method.fingerprint()},
         "parts": method.parts().names(),
         "budget": method.budget if method.budget_kind != "none" else 1.0,
         "seed": config.seed,
@@ -245,7 +245,7 @@ class Cell:
             status = "partial"
         if status == "ok" and rows and all(row["out"].get("oom") for row in rows):
             status = "oom"
-        if status == "ok" and self.method.limited and found["share_inactive"] == 1.0:
+        if status == "ok" and found.get("share_inactive") == 1.0 and self._should_have_acted(rows):
             status = "inactive"
         shared = any(row.get("shared") for row in rows)
         batched = any(row.get("rows", 1) > 1 for row in rows)
@@ -290,6 +290,13 @@ class Cell:
         written = self.folder.record() or written
         self.settle(written["status"], written, last_line(written["error"]))
         return written
+
+    def _should_have_acted(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """True if the method can drop tokens, or reuses chunks and no prompt had one: all of it is recomputed at ratio 1
+        too, and that is a result."""
+        reuse = [(row["out"].get("end") or {}).get("reuse") or {} for row in rows]
+        without = self.method.parts().prefill.needs_segments and not any(one.get("chunks") for one in reuse)
+        return self.method.limited or without
 
 
 def last_line(text: str | None) -> str:

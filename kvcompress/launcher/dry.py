@@ -49,7 +49,10 @@ def calibrate(model: Any, repeats: int = 2) -> tuple[float, float, float]:
 
 
 def estimate(
-    groups: Sequence[Group], load: Callable[[DictConfig], tuple[Any, Any]], console: Console
+    groups: Sequence[Group],
+    load: Callable[[DictConfig], tuple[Any, Any]],
+    tokenizer: Callable[[DictConfig], Any],
+    console: Console,
 ) -> dict[str, str]:
     """Print cells, groups, prefills saved, tokens and time. Nothing is written.
 
@@ -69,9 +72,10 @@ def estimate(
         if not todo:
             continue
         try:
-            model, tokenizer = load(first.config)
-            samples = list(islice(first.task.samples(tokenizer), first.config.limit))
+            # all that may be wrong with the samples is known before weights are read, as in a run
+            samples = list(islice(first.task.samples(tokenizer(first.config)), first.config.limit))
             found = sanity.check(first.task, samples)
+            model, _ = load(first.config)
         except Exception as fault:
             faults |= {cell.run_id: f"{type(fault).__name__}: {fault}" for cell in todo}
             continue
@@ -107,6 +111,8 @@ class Row:
             due = sum(sample.id not in done for done in map(rows_of, todo))
             prefills = min(due, 1) if self.shared else due
             prompt_s, rest_s = cost(sample, speed)
+            prompts, answers = todo[0].task.effort(sample)
+            prompt_s, rest_s = prompts * prompt_s, answers * rest_s
             self.runs += due
             self.prefills += prefills
             self.prompt_tokens += due * len(sample.prompt_ids())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvcompress.record import is_baseline
 from kvcompress.report.entries import Entry, by_model, several
-from kvcompress.report.figure import plotting, quiet, save
+from kvcompress.report.figure import head, plotting, quiet, save
 from kvcompress.report.foreign import points
 from kvcompress.report.series import (
     COLOURS,
@@ -186,7 +186,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
             axes.set_ylabel(panel.y_label, fontsize=SIZE)
             if line == len(families) - 1:
                 axes.set_xlabel(panel.x_label, fontsize=SIZE)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    head(figure, title)
     return figure
 
 
@@ -342,5 +342,5 @@ def _by_position(group: Sequence[Record], title: str) -> Any:
                   title_fontsize=SIZE, loc="outside right center", frameon=False)  # fmt: skip
     figure.supxlabel("token after the prompt", fontsize=SIZE + 1)
     figure.supylabel("KL(full ‖ compressed), nats", fontsize=SIZE + 1)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    head(figure, title)
     return figure

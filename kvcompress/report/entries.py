@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any
 
 from kvcompress.record import FINISHED, is_baseline, read_record, read_rows, source_hash
 from kvcompress.report import stats
+
+NONE = "–"
 
 
 @dataclass
@@ -59,11 +61,30 @@ class Loaded:
         return [ordered(group) for _, group in sorted(found.items(), key=lambda item: str(item[0]))]
 
 
+def named(record: Mapping[str, Any]) -> str:
+    """The method, and what differs from its own settings."""
+    return f"{record['method']} {record.get('variant') or ''}".strip()
+
+
+def label(record: Mapping[str, Any]) -> str:
+    """Method, settings and budget, as a figure says them; no budget where none was asked for."""
+    budget = budget_of(record)
+    return named(record) if budget == NONE else f"{named(record)} · {budget}"
+
+
+def budget_of(record: Mapping[str, Any]) -> str:
+    """The budget as tables say it: a share, or "64 tok"; `NONE` of the full cache and of a form that has none."""
+    budget, evicts = record["budget"], record.get("parts.scorer") not in (None, "none")
+    if isinstance(budget, float):
+        return f"{budget:g}" if evicts or budget < 1.0 else NONE
+    return f"{budget} tok"
+
+
 def ordered(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     def key(record: dict[str, Any]) -> tuple[Any, ...]:
         budget = record.get("budget")
         share = isinstance(budget, float)
-        return (not is_baseline(record), str(record.get("method")), not share, -(budget or 0), record["run_id"])
+        return (not is_baseline(record), named(record), not share, -(budget or 0), record["run_id"])
 
     return sorted(records, key=key)
 

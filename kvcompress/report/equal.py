@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcompress.report.curves import SIZE, End, Panel, about, get, label_ends, limits, y_axis
 from kvcompress.report.entries import Entry, by_model
-from kvcompress.report.figure import plotting, quiet, save
+from kvcompress.report.figure import head, plotting, quiet, save
 from kvcompress.report.series import MARKERS, Record, series, unlimited
 
 KINDS = {
@@ -69,7 +69,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     shown = [name for name in KINDS if any(name in _kinds(panel.records) for panel in panels)]
     handles = [plt.Line2D([], [], color=KINDS[name], lw=2) for name in shown]
     figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=SIZE, frameon=False)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    head(figure, title)
     return figure
 
 

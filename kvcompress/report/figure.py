@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 KINDS = ("png", "svg")
@@ -28,6 +29,17 @@ def save(figure: Any, stem: Path) -> list[Path]:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
     return paths
+
+
+def broken(text: str, inches: float, size: float) -> str:
+    """`text` with line breaks between words, so that no line is wider than so many inches at a font size."""
+    return "\n".join(wrap(text, max(20, int(inches * 72 / (0.6 * size))), break_long_words=False))
+
+
+def head(figure: Any, text: str, size: float = 11, **place: Any) -> None:
+    """A title above all panels, in as many lines as the figure's width needs; at the left unless placed."""
+    place = place or {"x": 0.01, "ha": "left"}
+    figure.suptitle(broken(text, 0.97 * figure.get_figwidth(), size), fontsize=size, **place)
 
 
 def quiet(axes: Any, size: float, grid: str = "both") -> None:

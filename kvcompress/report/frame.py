@@ -82,6 +82,9 @@ def load(
         published: a csv of published numbers to add as rows of other origins.
         foreign: result folders of other programs to add likewise.
 
+    Raises:
+        ValueError: there is not one record or number of others; says what was skipped.
+
     Example:
         >>> frame = kvcompress.report.load("results/demo")
         >>> frame[frame.on_board].pivot_table("score", "method", "budget")
@@ -91,6 +94,10 @@ def load(
     paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(one) for one in path]
     found = gather(paths)
     rows = measured(found) + others(published, foreign, found.damaged)
+    if not rows:
+        skipped = "".join(f"\nskipped {text}" for text in found.damaged)
+        places = ", ".join(map(str, paths))
+        raise ValueError(f"no records under {places}: make some with scripts/run.py, or name another folder{skipped}")
     keys = dict.fromkeys([*COLUMNS, *sorted({key for row in rows for key in row})])
     frame = pd.DataFrame([{key: row.get(key) for key in keys} for row in rows], columns=list(keys))
     # a budget is an int of tokens or a float share: one type for both would lose which

@@ -8,9 +8,8 @@ from typing import Any
 
 from kvcompress.record import is_baseline
 from kvcompress.report.curves import about
-from kvcompress.report.entries import Entry
-from kvcompress.report.figure import plotting, quiet, save
-from kvcompress.report.heatmap import label
+from kvcompress.report.entries import Entry, budget_of, label, named
+from kvcompress.report.figure import head, plotting, quiet, save
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record
 from kvcompress.report.stats import pareto
 
@@ -59,8 +58,8 @@ def draw_fronts(entries: Sequence[Entry], folder: Path) -> list[Path]:
 def _figure(panels: Sequence[dict[str, Any]], title: str) -> Any:
     plt = plotting()
     figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.8), layout="constrained", squeeze=False)
-    named = {str(p["points"][i][2]["method"]) for p in panels for i in p["front"] if not is_baseline(p["points"][i][2])}
-    colours = {name: (COLOURS[i % 7], MARKERS[(i + i // 7) % 7]) for i, name in enumerate(sorted(named))}
+    shown = {named(p["points"][i][2]) for p in panels for i in p["front"] if not is_baseline(p["points"][i][2])}
+    colours = {name: (COLOURS[i % 7], MARKERS[(i + i // 7) % 7]) for i, name in enumerate(sorted(shown))}
     for axes, panel in zip(grid[0], panels, strict=True):
         front = [panel["points"][i] for i in panel["front"]]
         axes.step(
@@ -68,17 +67,17 @@ def _figure(panels: Sequence[dict[str, Any]], title: str) -> Any:
         )
         for x, y, record in panel["points"]:
             base = is_baseline(record)
-            colour, marker = ("#000000", "D") if base else colours.get(str(record["method"]), (CONTEXT, "o"))
+            colour, marker = ("#000000", "D") if base else colours.get(named(record), (CONTEXT, "o"))
             axes.plot([x], [y], color=colour, marker=marker, ms=6 if base else 5, lw=0, zorder=2 + (colour != CONTEXT))
         last = None
         for x, y, record in front:
-            text = label(record) if record["method"] != last else f"{record['budget']:g}"
+            text = label(record) if named(record) != last else budget_of(record)
             axes.annotate(text, (x, y), xytext=(5, -10), textcoords="offset points", fontsize=SIZE - 1)
-            last = record["method"]
+            last = named(record)
         axes.set_xlim(left=0)
         axes.set_ylim(-0.03, 1.05)
         axes.set_xlabel(panel["label"], fontsize=SIZE)
         axes.set_ylabel(f"score ({str(panel['points'][0][2].get('metric')).partition('/')[0]})", fontsize=SIZE)
         quiet(axes, SIZE)
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    head(figure, title, 10)
     return figure

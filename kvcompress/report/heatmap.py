@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvcompress.report.entries import Entry, ordered
-from kvcompress.report.figure import plotting, save
+from kvcompress.report.entries import Entry, budget_of, label, named, ordered
+from kvcompress.report.figure import broken, head, plotting, save
 
 COLOURS = "cividis"  # even in lightness and made for colour-blind readers; bright is good
 
@@ -22,14 +22,6 @@ def grid(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, float], float]:
         if "length" in meta and "depth" in meta:
             cells.setdefault((meta["length"], meta["depth"]), []).append(float(row["score"]))
     return {key: fmean(values) for key, values in cells.items()}
-
-
-def label(record: dict[str, Any]) -> str:
-    """Method and budget, short enough for a tick."""
-    if record.get("baseline") == record["run_id"]:
-        return str(record["method"])
-    budget = record["budget"]
-    return f"{record['method']} {budget:g}" if isinstance(budget, float) else f"{record['method']} {budget} tok"
 
 
 def draw(entries: Sequence[Entry], title: str, path: Path) -> bool:
@@ -47,7 +39,7 @@ def draw(entries: Sequence[Entry], title: str, path: Path) -> bool:
     lengths = sorted({length for _, cells in runs for length, _ in cells})
     depths = sorted({depth for _, cells in runs for _, depth in cells})
     figure = _methods(plt, runs, lengths[0], depths) if len(lengths) == 1 else _grids(plt, runs, lengths, depths)
-    figure.suptitle(title, fontsize=10)
+    head(figure, title, 10, ha="center")
     save(figure, path.with_suffix(""))
     return True
 
@@ -75,27 +67,16 @@ def _paint(axes: Any, table: list[list[float]], x: Sequence[str], depths: Sequen
     return image
 
 
-def _budget(record: dict[str, Any]) -> str:
-    budget = record["budget"]
-    return (
-        "–"
-        if record.get("baseline") == record["run_id"]
-        else f"{budget:g}"
-        if isinstance(budget, float)
-        else f"{budget} tok"
-    )
-
-
 def _methods(plt: Any, runs: Sequence[tuple[Any, Any]], length: int, depths: Sequence[float]) -> Any:
     """One panel: depth x method and budget, the methods named above their budgets."""
     table = [[cells.get((length, depth), math.nan) for _, cells in runs] for depth in depths]
     means = [fmean(v for v in column if not math.isnan(v)) for column in zip(*table, strict=True)]
-    ticks = [f"{_budget(record)}\n({mean:.2f})" for (record, _), mean in zip(runs, means, strict=True)]
+    ticks = [f"{budget_of(record)}\n({mean:.2f})" for (record, _), mean in zip(runs, means, strict=True)]
     size = (max(5.0, 0.55 * len(runs) + 2.0), max(3.0, 0.36 * len(depths) + 1.7))
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     image = _paint(axes, table, ticks, depths)
     axes.tick_params(axis="x", labelsize=8)
-    names = [str(record["method"]) for record, _ in runs]
+    names = [named(record) for record, _ in runs]
     starts = [at for at in range(len(runs)) if at == 0 or names[at] != names[at - 1]]
     for start, end in zip(starts, [*starts[1:], len(runs)], strict=True):
         block = end - start
@@ -112,10 +93,11 @@ def _methods(plt: Any, runs: Sequence[tuple[Any, Any]], length: int, depths: Seq
 
 def _grids(plt: Any, runs: Sequence[tuple[Any, Any]], lengths: Sequence[int], depths: Sequence[float]) -> Any:
     """A panel per run, depth x length: methods one below the other, their budgets side by side."""
-    names = list(dict.fromkeys(str(record["method"]) for record, _ in runs))
-    by_method = [[run for run in runs if str(run[0]["method"]) == name] for name in names]
+    names = list(dict.fromkeys(named(record) for record, _ in runs))
+    by_method = [[run for run in runs if named(run[0]) == name] for name in names]
     columns = max(map(len, by_method))
-    size = (columns * max(2.4, 0.45 * len(lengths) + 0.8) + 1.2, len(names) * max(1.9, 0.28 * len(depths) + 0.8) + 0.6)
+    wide = max(2.4, 0.45 * len(lengths) + 0.8)
+    size = (columns * wide + 1.2, len(names) * max(1.9, 0.28 * len(depths) + 0.8) + 0.6)
     figure, panels = plt.subplots(
         len(names), columns, figsize=(max(5.0, size[0]), size[1]), layout="constrained", squeeze=False
     )
@@ -128,7 +110,7 @@ def _grids(plt: Any, runs: Sequence[tuple[Any, Any]], lengths: Sequence[int], de
             record, cells = group[column]
             table = [[cells.get((length, depth), math.nan) for length in lengths] for depth in depths]
             image = _paint(panel, table, [f"{length:,}" for length in lengths], depths)
-            panel.set_title(f"{label(record)} · mean {record['score']:.2f}", fontsize=9)
+            panel.set_title(broken(f"{label(record)} · mean {record['score']:.2f}", wide, 9), fontsize=9)
             panel.tick_params(labelsize=8)
             if column == 0:
                 panel.set_ylabel("depth")

@@ -17,7 +17,7 @@ from kvcompress.record import digest, is_baseline
 from kvcompress.report import stats
 from kvcompress.report.averages import ranked, suites
 from kvcompress.report.command import Commands
-from kvcompress.report.entries import Loaded, ordered
+from kvcompress.report.entries import Loaded, named, ordered
 from kvcompress.report.frame import MEASURED, measured
 from kvcompress.report.heatmap import grid
 from kvcompress.report.series import series
@@ -104,7 +104,7 @@ def build(
             item |= {
                 "g": number_of,
                 "protocol": name,
-                "name": names.get(id(row)) or _name(row),
+                "name": names.get(id(row)) or named(row),
                 "family": families.get(id(row), ""),
             }
             samples = list(entry.rows().values())
@@ -151,10 +151,6 @@ def _place(row: Record) -> tuple[Any, ...]:
 
 def _share(budget: Any) -> bool:
     return isinstance(budget, float) and budget < 1.0
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    return f"{row['method']} {row.get('variant') or ''}".strip()
 
 
 def cells(row: Mapping[str, Any], folder: Path, command: str | None) -> Record:

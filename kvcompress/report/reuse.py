@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvcompress.report.curves import FLOOR, SIZE, about
 from kvcompress.report.entries import Entry
-from kvcompress.report.figure import plotting, quiet, save
+from kvcompress.report.figure import head, plotting, quiet, save
 from kvcompress.report.series import COLOURS, MARKERS, Record
 
 WAYS = {"full": "full prefill", "prefix": "prefix reuse"}
@@ -191,7 +191,7 @@ def _figure(group: Sequence[Record], title: str) -> Any:
         quiet(axes, SIZE, "y")
     low, high = right.get_ylim()
     right.set_ylim(min(low, 0.0), max(high, 0.1))
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    head(figure, title, 10)
     return figure
 
 

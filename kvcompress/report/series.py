@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcompress.record import FINISHED, is_baseline
+from kvcompress.report.entries import named
 
 Record = dict[str, Any]
 
@@ -75,15 +76,18 @@ def series(records: Iterable[Record]) -> list[Series]:
         if not one.ordered and len({record.get("variant") for record in one.records}) > 1:
             del found[key]
             for record in one.records:
-                variant = str(record.get("variant") or "")
-                at = (f"{record['method']} {variant}".strip(), *key[1:])
-                found.setdefault(at, Series(at[0], one.family)).records.append(record)
-    same = Counter(key[0] for key in found)
-    for key, one in found.items():
-        if same[key[0]] > 1:  # say in what runs of the same method differ
-            others = [other for other in found if other[0] == key[0]]
-            differ = [i for i in range(1, len(KEYS)) if len({other[i] for other in others}) > 1]
-            one.name += " " + " ".join(str(key[i]) for i in differ)
+                found.setdefault((named(record), *key[1:]), Series("", one.family)).records.append(record)
+    for one in found.values():
+        settings = [str(record.get("variant") or "").split() for record in one.records]
+        common = [word for word in settings[0] if all(word in others for others in settings)]
+        one.name = " ".join([str(one.records[0]["method"]), *common])
+    same = Counter(one.name for one in found.values())
+    for key, one in [(key, one) for key, one in found.items() if same[one.name] > 1]:
+        # records that do not say it: in what parts runs of the same name differ
+        others = [other for other, line in found.items() if line.records[0]["method"] == one.records[0]["method"]]
+        differ = [i for i in range(1, len(KEYS)) if len({other[i] for other in others}) > 1]
+        one.name += " " + " ".join(str(key[i]) for i in differ)
+    for one in found.values():
         one.records.sort(key=lambda record: -float(record.get("kv.ratio") or record["budget"]))
     return sorted(found.values(), key=lambda one: (one.family, one.name))
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcompress.report.entries import flags, ordered, several
+from kvcompress.report.entries import flags, named, ordered, several
 
 Record = dict[str, Any]
 MISSING = "–"
@@ -73,6 +73,7 @@ BESIDE: tuple[tuple[str, str], ...] = (
     ("served ×", "metrics.ratio_tokens_per_s"),
     ("goodput ×", "metrics.ratio_goodput_rate"),
 )
+AGAIN = ("metrics.ratio_aa_ttft", "metrics.ratio_aa_tpot")  # the full cache measured twice, by its own first figure
 LEGEND = (
     "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
     "values and positions on the device after compression, as a share of what the full cache holds; of readers of pages in "
@@ -84,6 +85,7 @@ BESIDE_LEGEND = (
     " · ×: as a multiple of the full cache in the same run, median over the grid (peak and steady: memory above the weights; "
     "served and goodput: simulated)"
 )
+AGAIN_LEGEND = " · A/A: TTFT and TPOT of the full cache against itself; a × no farther from 1 says nothing"
 DRIFT_LEGEND = (
     " · KL: mean divergence of the next-token distribution from the full cache's, in nats · perplexity: as a multiple of "
     "the full cache's"
@@ -95,7 +97,8 @@ def legend(records: Iterable[Record]) -> str:
     timed = any(record.get("time.ttft_s") is not None for record in records)
     shared = any(record.get("protocol.shared") for record in records)
     text = LEGEND + (TIMES_LEGEND if timed else NO_TIMES_LEGEND if shared else "")
-    text += BESIDE_LEGEND if _beside(records) else ""
+    beside = [name for name, _ in _beside(records)]
+    text += (BESIDE_LEGEND if beside else "") + (AGAIN_LEGEND if "A/A" in beside else "")
     return text + (DRIFT_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
 
 
@@ -105,7 +108,10 @@ def _beside(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]
     def show(key: str) -> Callable[[Record], str]:
         return lambda record: _number(record.get(key), ".2f")
 
-    return tuple((name, show(key)) for name, key in BESIDE if any(record.get(key) is not None for record in group))
+    shown = [(name, show(key)) for name, key in BESIDE if any(record.get(key) is not None for record in group)]
+    if any(record.get(key) is not None for key in AGAIN for record in group):
+        shown.append(("A/A", lambda record: ", ".join(show(key)(record) for key in AGAIN)))
+    return tuple(shown)
 
 
 def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
@@ -161,11 +167,11 @@ def labelled(group: Sequence[Record]) -> list[Record]:
 
     Two runs that still look alike differ in another setting: their run ids tell them apart.
     """
-    named = [r | {"method": f"{r['method']} {r.get('variant') or ''}".strip()} for r in group]
-    count = Counter((r["method"], r.get("budget")) for r in named)
+    told = [r | {"method": named(r)} for r in group]
+    count = Counter((r["method"], r.get("budget")) for r in told)
     return [
         r | {"method": f"{r['method']} {r['run_id'][:4]}"} if count[r["method"], r.get("budget")] > 1 else r
-        for r in named
+        for r in told
     ]
 
 

@@ -8,15 +8,13 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from composed import composed
 from rich.console import Console
 
-import kvcompress.conf
-from kvcompress import config, record
+from kvcompress import record
 from kvcompress.measure import without_peaks
 from kvcompress.run import Options, Runner
 
-FOLDER = Path(kvcompress.conf.__file__).resolve().parent
 SHORT = (
     "model=random",
     "task.lengths=[450]",
@@ -32,9 +30,7 @@ ALONE, SHARED, TOGETHER = Options(share=False), Options(together=False), Options
 
 def cell(folder: Path, *overrides: str) -> Any:
     """A resolved configuration whose records go to `folder`."""
-    config.register()
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose("config", [*SHORT, f"paths.results={folder}", *overrides])
+    return composed(*SHORT, f"paths.results={folder}", *overrides)
 
 
 def cells(folder: Path, methods: str, budgets: str, *overrides: str) -> list[Any]:

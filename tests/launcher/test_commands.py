@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hydra.errors import HydraException
@@ -16,9 +17,12 @@ from kvcompress import config, models, record, sanity
 from kvcompress.launcher import work
 from kvcompress.launcher.cell import Cell, check
 from kvcompress.launcher.check import difference
+from kvcompress.launcher.dry import Row
 from kvcompress.launcher.status import cells_of, show
+from kvcompress.random_models import byte_tokenizer
 from kvcompress.report.table import title
 from kvcompress.run import Options, main
+from kvcompress.tasks import Capacity, Latency, Memory
 from kvcompress.tasks.needle import Needle
 
 
@@ -176,6 +180,27 @@ def test_a_dry_run_of_cells_that_run_one_by_one_is_one_plan(tmp_path, monkeypatc
     assert printed.count("cell by cell") == 1
     found = config.with_launcher(["-m", "experiment=demo", "dry=true"], config.folder())
     assert found[-2:] == ["hydra/launcher=shared", "hydra.launcher.share=false"]
+
+
+@pytest.mark.parametrize(
+    ("task", "prompts", "answers"),
+    [
+        (Latency(lengths=(64,), batches=(4,), rounds=5, warmup=1), 6 * 3 * 4, 6 * 3),
+        (Latency(lengths=(64,), rounds=2, warmup=0, aa=False), 2 * 2, 2 * 2),
+        (Memory(lengths=(64,), batches=(2,), compare=False), 2, 1),
+        (Memory(lengths=(64,), memory=1.0, tries=10), 2 + 6 + 30, 2),
+        (Capacity(lengths=(64,), batches=(1, 2), check=3, rounds=2, warmup=1), 6 * 4 + 2, 6 * 3),
+    ],
+)
+def test_an_estimate_counts_every_run_that_a_measuring_task_makes(task, prompts, answers):
+    (sample,) = task.samples(byte_tokenizer())
+    assert task.effort(sample) == (prompts, answers)
+    waiting = SimpleNamespace(
+        task=task, folder=SimpleNamespace(rows=lambda _: {}), config=SimpleNamespace(resume="any")
+    )
+    row = Row("model", task.name, False)
+    row.add([waiting], [sample], (1e-3, 0.0, 1e-2))
+    assert row.seconds == pytest.approx(prompts * 64e-3 + answers * 1e-2 * sample.turns[0].max_new_tokens)
 
 
 def test_a_dry_run_counts_what_would_be_done_and_writes_nothing(tmp_path, monkeypatch, capfd):

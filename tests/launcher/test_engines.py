@@ -22,9 +22,18 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """What one process leaves of the cells that two workers share below."""
+    folder = tmp_path_factory.mktemp("here")
+    for seed in ("0", "1"):
+        sweep(cells(folder, "full,snapkv,knorm", "0.5,0.2", f"seed={seed}", "limit=1"), Options())
+    return left(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", SETTINGS)
-def test_two_workers_leave_what_one_process_leaves(tmp_path, engine, capfd):
+def test_two_workers_leave_what_one_process_leaves(tmp_path, engine, here, capfd):
     pytest.importorskip(engine)
     arguments = ["method=full,snapkv,knorm", "budget=0.5,0.2", "seed=0,1"]
     settings = [setting.replace("FOLDER", str(tmp_path)) for setting in SETTINGS[engine]]
@@ -34,9 +43,7 @@ def test_two_workers_leave_what_one_process_leaves(tmp_path, engine, capfd):
     printed = capfd.readouterr()
     assert code == 0, printed.err
     assert printed.out.count("snapkv") >= 4, "one board of all"
-    for seed in ("0", "1"):
-        sweep(cells(tmp_path / "here", "full,snapkv,knorm", "0.5,0.2", f"seed={seed}", "limit=1"), Options())
-    assert left(tmp_path / "jobs") == left(tmp_path / "here")
+    assert left(tmp_path / "jobs") == here
     assert {record.read_record(p)["protocol.shared"] for p in tmp_path.glob("jobs/test/*/record.json")} == {True}
 
 
@@ -67,21 +74,22 @@ def test_groups_that_are_finished_are_no_jobs(tmp_path):
     assert handed == [[1]] and [outcome.status for outcome in outcomes] == ["done", "ok"]
 
 
-def ends_badly(part, options):
-    """A job that is killed, ends itself, or is done, as its only override says."""
-    (how,) = part[0]
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "exits":
-        raise SystemExit("enough")
-    return []
-
-
 @pytest.mark.slow
 def test_a_worker_that_is_killed_takes_no_other_group_with_it():
     pytest.importorskip("joblib")
+
+    def ends_badly(part, options):
+        """A job that is killed, ends itself, or is done, as its only override says. In here, so that it travels by its code:
+        no worker imports the tests, and torch with them."""
+        (how,) = part[0]
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            raise SystemExit("enough")
+        return []
+
     parts = [[[how]] for how in ("fine", "exits", "killed", "fine", "fine")]
-    ended = dict(engines.on_joblib(ends_badly, parts, Options(), 2, {}))
+    ended = dict(engines.on_joblib(ends_badly, parts, None, 2, {}))
     assert [ended[number] for number in (0, 3, 4)] == [[], [], []]
     assert "SystemExit: enough" in str(ended[1]) and type(ended[2]).__name__ == "TerminatedWorkerError"
 
@@ -95,7 +103,7 @@ def test_ray_gives_each_job_a_gpu_of_its_own_where_there_are_any():
         return [os.environ.get("CUDA_VISIBLE_DEVICES")]
 
     settings = {"num_gpus": 2, "include_dashboard": False}  # said to be there
-    ended = dict(engines.on_ray(which_gpu, [[["a"]], [["b"]]], Options(), 2, settings))
+    ended = dict(engines.on_ray(which_gpu, [[["a"]], [["b"]]], None, 2, settings))
     assert sorted(ended[0] + ended[1]) == ["0", "1"]
 
 

@@ -18,13 +18,14 @@ import torch
 from rich.console import Console
 from sweeps import SHARED, cell, cells, forked, left, sweep
 
-from kvcompress import models, record
+from kvcompress import models, record, sanity
 from kvcompress.launcher import work
 from kvcompress.launcher.cell import Cell
 from kvcompress.launcher.lock import Lock, holder
 from kvcompress.machine import resident
 from kvcompress.methods import TOVA, KeyDiff, SnapKV
 from kvcompress.run import Options, Runner, summary
+from kvcompress.sanity import Sanity
 from kvcompress.tasks import Needle
 
 
@@ -119,6 +120,7 @@ def once(stock, fault):
     ],
 )
 def test_a_task_that_raises_over_one_cell_ends_that_one(tmp_path, monkeypatch, where, fault):
+    monkeypatch.setattr(sanity, "check", lambda *_: Sanity())  # which scores right answers, unless it did so before
     monkeypatch.setattr(Needle, where, once(getattr(Needle, where), fault))
     outcomes, _ = sweep(cells(tmp_path, "snapkv,knorm,random", "0.5", "limit=1"), Options())
     assert sorted(o.status for o in outcomes) == ["failed", "ok", "ok"]
@@ -227,6 +229,7 @@ def run_quietly(folder, log, *overrides):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_a_sweep_ends_with_what_an_undisturbed_one_leaves(tmp_path):
+    cells(tmp_path, "full,snapkv,h2o", "0.5", "seed=0")  # composed here once, which every copy has then
     calm = forked(run_quietly, tmp_path / "calm", tmp_path / "calm.log")
     start = time.monotonic()
     calm.join()
@@ -265,6 +268,7 @@ def test_what_a_killed_process_was_about_to_write_is_taken_away(tmp_path):
 @pytest.mark.slow
 def test_two_processes_share_a_sweep_without_doing_a_cell_twice(tmp_path):
     log = tmp_path / "log"
+    cells(tmp_path, "full,snapkv,tova", "0.5", "seed=0")  # composed here once
     both = [forked(run_groups, tmp_path / "both", log) for _ in range(2)]
     for process in both:
         process.join()

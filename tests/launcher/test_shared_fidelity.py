@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+from composed import composed
 from rich.console import Console
 
-import kvcompress.conf
-from kvcompress import config
 from kvcompress.run import Runner
 from kvcompress.tasks import Fidelity
 
-FOLDER = Path(kvcompress.conf.__file__).resolve().parent
 SHORT = ("model=random", "task=fidelity", "task.prompt_tokens=80", "task.continuation_tokens=10", "task.n_texts=2")
 CELLS = [(method, budget) for method in ("full", "snapkv", "tova", "h2o") for budget in (0.5, 0.2)]
 
 
 def cells(folder):
-    config.register()
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        fixed = [*SHORT, "device=cpu", "paths.data=null", f"paths.results={folder}", "sweep.name=s"]
-        return [compose("config", [*fixed, f"method={method}", f"budget={budget}"]) for method, budget in CELLS]
+    fixed = [*SHORT, "device=cpu", "paths.data=null", f"paths.results={folder}", "sweep.name=s"]
+    return [composed(*fixed, f"method={method}", f"budget={budget}") for method, budget in CELLS]
 
 
 def drift(outcomes):

@@ -637,6 +637,8 @@ def test_presets_are_what_their_sources_do():
     assert CacheBlend(preset="code").make_prefill() == Blended(preset="code")
     assert (Blended(preset="code").ratio, Blended(preset="code").deviation) == (0.16, "v")
     assert (Blended(preset="lmcache").deviation, Blended(preset="lmcache").mix) == ("k", True)
+    assert CacheBlend().variant() == "ratio=0.15" and CacheBlend(preset="code").variant() == "preset=code ratio=0.16"
+    assert SnapKV(budget=0.5, prefill=Blended()).variant() == "prefill=cacheblend prefill.ratio=0.15"
     assert CacheBlend(ratio=0.5).variant() == "ratio=0.5" and not CacheBlend(budget=0.3).limited
 
 

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from kvcompress import compress
 from kvcompress.budget import NotTogether
 from kvcompress.layouts.blocks import Unit
-from kvcompress.method import Schedule
-from kvcompress.methods import CAKE, H2O, KIVI, AdaKV, Full, SnapKV
+from kvcompress.method import Plain, Schedule
+from kvcompress.methods import CAKE, H2O, KIVI, AdaKV, Full, Int8, SnapKV
 from kvcompress.methods.kivi import KIVICodec
 
 MODEL = small_model()
@@ -409,6 +409,12 @@ def test_soft_caps_sinks_partial_rotation_and_sliding_layers_work_over_codes(arc
 
 
 def test_a_board_tells_the_bits_of_two_codecs_apart():
-    assert SnapKV(budget=0.5, codec=KIVI()).variant() == "codec=kivi"
+    assert SnapKV(budget=0.5, codec=KIVI()).variant() == "codec=kivi codec.bits=2"
     assert SnapKV(budget=0.5, codec=KIVI(bits=4)).variant() == "codec=kivi codec.bits=4"
-    assert KIVI(bits=4).variant() == "bits=4"
+    assert (KIVI().variant(), KIVI(bits=4).variant()) == ("bits=2", "bits=4")
+
+
+@pytest.mark.parametrize("build", [lambda: KIVI(codec=Int8()), lambda: Int8(codec=KIVI()), lambda: KIVI(codec=Plain())])
+def test_a_method_that_is_a_codec_takes_no_other(build):
+    with pytest.raises(NotTogether, match="itself a codec holds tokens in its own form, and takes no other"):
+        build()

@@ -406,6 +406,22 @@ def test_what_is_measured_is_no_hyper_parameter():
     assert described["tokens"] == 512 and described["text"] == "own" and described["seed"] == 0
 
 
+def test_a_rank_leaves_no_budget_and_a_sweeps_budgets_are_one_cell():
+    assert LowRank().budget_kind == "bytes" and LowRank(rank=8).budget_kind == "none"
+    assert LowRank(rank=8).replace(rank=None).budget_kind == "bytes"
+
+
+@pytest.mark.parametrize("wrap", [lambda codec: codec, lambda codec: SnapKV(budget=0.5, codec=codec)])
+def test_what_a_file_says_counts_for_a_runs_identity(tmp_path, wrap):
+    file = tmp_path / "text.txt"
+    found = []
+    for text in ("one text", "another", "one text"):
+        file.write_text(text)
+        found.append(wrap(LowRank(text=str(file))).fingerprint())
+    assert found[0] == found[2] != found[1] and list(found[0]) == ["codec.text"]
+    assert wrap(LowRank()).fingerprint() == wrap(LowRank(text="prose")).fingerprint() == {}
+
+
 def test_full_and_low_rank_prompts_are_the_same():
     """A prompt attends to exact keys and values: what is held takes effect after it."""
     model, ids = small_model(), random_ids(1, 30)
