@@ -19,6 +19,7 @@ from kvcompress import (
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
 from kvcompress.fit import check_codec, check_tokenizer
+from kvcompress.fixed import FixedCache
 from kvcompress.forward import Forward, Fusing
 from kvcompress.layer import CompressedLayer
 from kvcompress.method import Method
@@ -173,6 +174,8 @@ class Hooks:
         ):
             self._inner_due = False  # the base model inside the forward that was prepared already
             return None
+        if isinstance(named.get("cache"), FixedCache):  # a step that is described and noted by who takes it
+            return None
         if named.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False leaves nothing to compress: drop it, or call the model outside compress()"
@@ -271,7 +274,6 @@ class Hooks:
             )
         if phase == "prompt":
             self._check_host(batch, cache.real)
-        if phase == "prompt":
             cache.prompted = cache.real
             cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
