@@ -24,6 +24,7 @@ from kvcompress.machine import is_oom
 Tensor = torch.Tensor
 Buffers = tuple[Tensor, Tensor, Tensor]  # of one layer: keys, values, positions
 
+FEW = 8  # rows of a product for which torch's own is slow on a CPU: measured, see docs/LOG.md
 DECODES = ("eager", "static", "compiled", "graph", "auto")
 
 
@@ -115,7 +116,7 @@ def refusal(model: PreTrainedModel, compressor: Any) -> str | None:
     if not parts.reader.reads_all:
         return f"reader={parts.reader.name} chooses what each step reads"
     if compressor.limited and parts.schedule.in_decode:
-        return f"schedule={parts.schedule.name} evicts while decoding"
+        return f"schedule={parts.schedule} evicts while decoding"
     if compressor.wants_probabilities:
         return "attention weights are wanted of every step (kernel=blockwise, or attention mass)"
     if compressor.limited and compressor.method.compact_positions:
@@ -129,7 +130,7 @@ def unfit(cache: Any) -> str | None:
         if layer.store is None:
             return "nothing is held yet"
         if not isinstance(layer.store, DenseStore) or layer.blocks is not None or layer.sealed:
-            return f"layer {layer.index} holds heads of different lengths, or in another form than keys and values"
+            return f"layer {layer.index} holds rows or heads of different lengths, or another form than keys and values"
         if {*layer.store.channels} < {"keys", "values", "positions"} or layer.store.get("keys").shape[1] != layer.store.heads:
             return f"layer {layer.index} holds one head's tensors for several"
     if len({layer.device for layer in cache.full_layers}) != 1 or cache.full_layers[0].device != cache.model().device:
@@ -181,7 +182,37 @@ def _compile(model: PreTrainedModel, inputs: list[Tensor]) -> Callable[..., Tens
 
     # not through dynamo: its guards would be on the session's hooks, which come and go
     traced = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    if inputs[0].device.type == "cpu" and torch.backends.mkldnn.is_available():
+        _thread_products(traced)
     return inductor(traced, inputs)
+
+
+def _threaded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+# inductor's own name for this product wants weights that it has copied
+_ops = torch.library.Library("kvcompress", "DEF")
+_ops.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_ops.impl("linear", _threaded, "CPU")
+_ops.impl("linear", lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]), "Meta")
+
+
+def _thread_products(traced: torch.fx.GraphModule) -> None:
+    """Have oneDNN multiply few float32 rows with weights: what torch takes for them on a CPU uses one thread."""
+    aten = torch.ops.aten
+    for node in traced.graph.nodes:
+        if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
+            continue
+        bias, x, turned = node.args if node.target is aten.addmm.default else (None, *node.args)
+        if turned.target is not aten.t.default or turned.args[0].op != "get_attr" or node.kwargs:
+            continue
+        found = node.meta["val"]
+        if found.dtype != torch.float32 or found.shape[0] > FEW or (bias is not None and bias.op != "get_attr"):
+            continue
+        node.target, node.args = torch.ops.kvcompress.linear.default, (x, turned.args[0], bias)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
 
 
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:

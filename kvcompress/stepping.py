@@ -49,7 +49,7 @@ class Stepping(Hooks):
         """
         if self.decode != "auto":
             raise ValueError(
-                f"decode={self.decode}: {reason}; use decode=eager, or decode=auto, which falls back to it"
+                f"decode={self.decode}: {reason}; use decode=eager, or decode=auto, which falls back"
             )
         self.stepped.update(how="eager", why=reason)
 

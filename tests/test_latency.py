@@ -37,6 +37,7 @@ def slow_session(device, prefill=0.1, step=0.05):
         model=SimpleNamespace(device=torch.device("cuda")),
         prefill=lambda ids: SimpleNamespace(logits=run(prefill, len(ids))),
         step=lambda ids: run(step, len(ids)),
+        prepare=lambda tokens: None,
         compressor=SimpleNamespace(seconds=0.0),
     )
 
