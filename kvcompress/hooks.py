@@ -166,12 +166,8 @@ class Hooks:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         named = compat.bound_arguments(module, args, kwargs)
-        if (
-            self._inner_due
-            and module is not self._outer
-            and self.cache is not None
-            and named.get("cache") is self.cache
-        ):
+        inner = self._inner_due and module is not self._outer and self.cache is not None
+        if inner and named.get("cache") is self.cache:
             self._inner_due = False  # the base model inside the forward that was prepared already
             return None
         if isinstance(named.get("cache"), FixedCache):  # a step that is described and noted by who takes it
