@@ -82,7 +82,9 @@ class FixedCache(compat.Cache):
     """The cache of one step: a session's hooks let a forward on it pass."""
 
 
-def step(model: PreTrainedModel, ids: Tensor, columns: Tensor, rotated: Tensor, position: Tensor, *flat: Tensor) -> Tensor:
+def step(
+    model: PreTrainedModel, ids: Tensor, columns: Tensor, rotated: Tensor, position: Tensor, *flat: Tensor
+) -> Tensor:
     """One decode step → logits `[B, V]`; it writes into the buffers.
 
     Args:
@@ -107,7 +109,9 @@ def refusal(model: PreTrainedModel, compressor: Any) -> str | None:
     """Why no sequence of this model and method can be decoded with fixed shapes, or None."""
     kinds = set(compat.layer_types(model)) - {"full_attention"}
     if kinds:
-        return f"{model.config.model_type!r} has layers with {', '.join(sorted(kinds))}, whose cache is transformers' own"
+        return (
+            f"{model.config.model_type!r} has layers with {', '.join(sorted(kinds))}, whose cache is transformers' own"
+        )
     if compat.holds_latents(model):
         return f"{model.config.model_type!r} holds latents"
     parts = compressor.parts
@@ -131,7 +135,9 @@ def unfit(cache: Any) -> str | None:
             return "nothing is held yet"
         if not isinstance(layer.store, DenseStore) or layer.blocks is not None or layer.sealed:
             return f"layer {layer.index} holds rows or heads of different lengths, or another form than keys and values"
-        if {*layer.store.channels} < {"keys", "values", "positions"} or layer.store.get("keys").shape[1] != layer.store.heads:
+        if {*layer.store.channels} < {"keys", "values", "positions"} or layer.store.get("keys").shape[
+            1
+        ] != layer.store.heads:
             return f"layer {layer.index} holds one head's tensors for several"
     if len({layer.device for layer in cache.full_layers}) != 1 or cache.full_layers[0].device != cache.model().device:
         return "the model is spread over several devices"

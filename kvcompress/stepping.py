@@ -48,9 +48,7 @@ class Stepping(Hooks):
             ValueError: fixed shapes were asked for by name.
         """
         if self.decode != "auto":
-            raise ValueError(
-                f"decode={self.decode}: {reason}; use decode=eager, or decode=auto, which falls back"
-            )
+            raise ValueError(f"decode={self.decode}: {reason}; use decode=eager, or decode=auto, which falls back")
         self.stepped.update(how="eager", why=reason)
 
     # ------------------------------------------------------------------ with fixed shapes

@@ -52,7 +52,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         chosen = commands.add_parser(name, parents=[placed], help=about)
         _beside_plain(chosen)
         if name == "decode":
-            chosen.add_argument("--step", default="eager", help="how the methods' steps run: static, compiled, graph, auto")
+            chosen.add_argument(
+                "--step", default="eager", help="how the methods' steps run: static, compiled, graph, auto"
+            )
     peers = commands.add_parser(
         "peers", parents=[placed], help="others that compress caches, each beside its own plain"
     )
