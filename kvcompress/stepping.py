@@ -63,8 +63,10 @@ class Stepping(Hooks):
         Raises:
             ValueError: what is held does not go with the `decode` that was asked for by name.
         """
+        if self.decode == "eager":
+            return
         cache = self._current()
-        if self.decode == "eager" or cache is self._eager_for:
+        if cache is self._eager_for:
             return
         layers, start = cache.full_layers, time.perf_counter()
         if self._fixed is not None and self._fixed.serves(layers, tokens):

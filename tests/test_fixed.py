@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import EVICTING, make
+from hydra import compose, initialize_config_dir
+from rich.console import Console
 from small_models import ARCHITECTURES, HYBRID, LATENT, left_padded, random_ids, small_model
 
-from kvcompress import compress, fixed
+import kvcompress.conf
+from kvcompress import compress, config, fixed
 from kvcompress.layouts.dense import rounded
 from kvcompress.methods import H2O, KIVI, AdaKV, Full, Quest, SnapKV
+from kvcompress.run import Runner
+
+CONF = Path(kvcompress.conf.__file__).resolve().parent
 
 FULL_ATTENTION = [name for name in ARCHITECTURES if name not in HYBRID]
 NEW = 9
@@ -154,6 +162,25 @@ def test_unknown_ways_and_a_graph_without_its_device_are_refused():
         compress(small_model(), Full(), decode="fast")
     with pytest.raises(ValueError, match="needs a CUDA device"):
         compress(small_model(), Full(), decode="graph")
+
+
+def test_a_cell_says_in_its_record_how_it_stepped_and_has_an_id_of_its_own(tmp_path):
+    common = ["model=random", "task=needle", "task.lengths=[256]", "task.depths=[0.5]", "task.n_seeds=1", "task.max_new_tokens=5"]
+    config.register()
+    records = {}
+    for decode, method in (("eager", "snapkv"), ("static", "snapkv"), ("auto", "h2o")):
+        arguments = [*common, f"method={method}", "budget=0.5", f"decode={decode}", f"paths.results={tmp_path}"]
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            outcome = Runner(Console(file=io.StringIO()))(compose("config", arguments))
+        assert outcome.status == "ok", outcome.note
+        records[decode] = outcome.record
+    assert [records[decode]["protocol.step"] for decode in records] == ["eager", "static", "eager"]
+    assert records["static"]["run_id"] != records["eager"]["run_id"] and records["static"]["time.step_ready_s"] > 0
+    assert "evicts while decoding" in records["auto"]["protocol.step_why"]
+    assert records["static"]["score"] == records["eager"]["score"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        outcome = Runner(Console(file=io.StringIO()))(compose("config", [*common, "method=full", "decode=fast"]))
+    assert outcome.status == "refused" and "decode='fast'" in outcome.note
 
 
 @needs_compiler
