@@ -94,7 +94,7 @@ def step(
         position: int32 `[B, 1, 1]`, of the new token, -1 in rows that get none.
         flat: keys, values and positions of each layer, one layer after the other.
     """
-    layers = [
+    layers: list[Any] = [
         FixedLayer((flat[3 * i], flat[3 * i + 1], flat[3 * i + 2]), columns[i : i + 1], position)
         for i in range(len(flat) // 3)
     ]
@@ -179,7 +179,7 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
     return known[key]
 
 
-def _compile(model: PreTrainedModel, inputs: list[Tensor]) -> Callable[..., Tensor]:
+def _compile(model: PreTrainedModel, inputs: list[Any]) -> Callable[..., Tensor]:
     from torch._inductor import compile as inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -165,7 +165,14 @@ def test_unknown_ways_and_a_graph_without_its_device_are_refused():
 
 
 def test_a_cell_says_in_its_record_how_it_stepped_and_has_an_id_of_its_own(tmp_path):
-    common = ["model=random", "task=needle", "task.lengths=[256]", "task.depths=[0.5]", "task.n_seeds=1", "task.max_new_tokens=5"]
+    common = [
+        "model=random",
+        "task=needle",
+        "task.lengths=[512]",
+        "task.depths=[0.5]",
+        "task.n_seeds=1",
+        "task.max_new_tokens=5",
+    ]
     config.register()
     records = {}
     for decode, method in (("eager", "snapkv"), ("static", "snapkv"), ("auto", "h2o")):

@@ -229,8 +229,8 @@ class Worker:
         while left and cell.open:
             batch = left.pop(0)
             try:
-                settings = {"kernel": str(config.kernel), "decode": str(config.decode)}
-                with compress(loaded.model, cell.method, tokenizer=loaded.tokenizer, **settings) as session:
+                kernel, decode = str(config.kernel), str(config.decode)
+                with compress(loaded.model, cell.method, kernel, loaded.tokenizer, decode=decode) as session:
                     results: list[Any] = batches.run(session, batch)
             except (Exception, SystemExit) as fault:
                 if len(batch) > 1 and is_oom(fault):
