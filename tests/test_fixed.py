@@ -198,13 +198,17 @@ def test_a_compiled_step_equals_the_eager_one_and_is_made_once_per_capacity(arch
     model, made = small_model(architecture, **options), []
     inner = fixed._compile
     monkeypatch.setattr(fixed, "_compile", lambda *args: made.append(1) or inner(*args))
+    shapes = set()  # where all heads of a layer keep the same, their positions are held once
     for length in (30, 41):
         ids = random_ids(1, length, seed=length)
         method = SnapKV(budget=0.5, window=3)
         eager, compiled = run(model, method, "eager", ids), run(model, method, "compiled", ids)
         assert compiled[3]["step"]["how"] == "compiled" and compiled[3]["step"]["ready_s"] > 0
         assert_same(eager, compiled, exact=False)
-    assert len(made) == 1
+        shapes.add(tuple(layer.store.channels["positions"].shape for layer in compiled[2].full_layers))
+    assert len(made) == len(shapes)
+    run(model, method, "compiled", ids)
+    assert len(made) == len(shapes)
 
 
 def test_a_forward_that_cannot_be_traced_is_refused_by_name_and_auto_goes_on_eagerly(monkeypatch):
