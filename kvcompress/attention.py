@@ -16,6 +16,7 @@ import torch
 
 from kvcompress import compat
 from kvcompress.compression import Compressor
+from kvcompress.fixed import FixedLayer
 from kvcompress.forward import Forward
 from kvcompress.kernels import triton_decode, triton_groups
 from kvcompress.kernels.blockwise import (
@@ -57,7 +58,7 @@ def kv_attention(
     """
     if dropout:
         raise ValueError("attention dropout is active: call model.eval() before compressing")
-    layer: CompressedLayer | None = kwargs.pop("kv_layer", None)
+    layer: CompressedLayer | FixedLayer | None = kwargs.pop("kv_layer", None)
     features = Features(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window"),
@@ -66,6 +67,8 @@ def kv_attention(
     )
     if kwargs.get("position_bias") is not None:
         raise ValueError("attention with a position bias is not supported by kvcompress")
+    if isinstance(layer, FixedLayer):
+        return layer.attend(query, features).transpose(1, 2).contiguous(), None
     if layer is None:
         return _windowed_layer(module, query, key, value, attention_mask, features, kwargs)
     cache = layer.holder()

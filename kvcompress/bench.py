@@ -142,6 +142,7 @@ class Overhead:
         seed: of the prompts.
         progress: called after each measurement.
         judge: hold rows against the checks' targets, which mean smollm2 in float32 on a CPU.
+        step: how the methods' decode steps run, as `decode` of `compress`; plain's run as they do in transformers.
     """
 
     def __init__(
@@ -153,12 +154,13 @@ class Overhead:
         seed: int = 0,
         progress: Callable[[], None] | None = None,
         judge: bool = True,
+        step: str = "eager",
     ) -> None:
         if tokens < 1:
             raise ValueError(f"tokens={tokens} must be at least 1")
         self.model, self.methods, self.pairs, self.tokens = model, methods, pairs, tokens
         self.seed, self.progress, self.judge = seed, progress, judge
-        self.device = model.device
+        self.device, self.step = model.device, step
 
     @torch.no_grad()
     def run(self, check: Check, length: int) -> Row:
@@ -259,8 +261,12 @@ class Overhead:
 
         def run() -> float:
             fork = cache.fork()
-            with compress(self.model, method):
-                return self.decode_seconds(fork)
+            with compress(self.model, method, decode=self.step) as session:
+                if self.step == "eager":
+                    return self.decode_seconds(fork)
+                session.cache = fork
+                session.prepare(self.tokens)  # compiles in the first run, which is thrown away, and is never timed
+                return self._seconds(lambda token: session.step(token))
 
         return run
 
@@ -273,11 +279,17 @@ class Overhead:
 
     def decode_seconds(self, cache: Any) -> float:
         """Seconds per token of greedy decoding on `cache`."""
+
+        def step(token: Tensor) -> Tensor:
+            return self.model(input_ids=token, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+        return self._seconds(step)
+
+    def _seconds(self, step: Callable[[Tensor], Tensor]) -> float:
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with Timer(self.device) as timer:
             for _ in range(self.tokens):
-                logits = self.model(input_ids=token, cache=cache, use_cache=True, logits_to_keep=1).logits
-                token = logits[:, -1].argmax(-1, keepdim=True)
+                token = step(token).argmax(-1, keepdim=True)
         return timer.seconds / self.tokens
 
 

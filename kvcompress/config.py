@@ -89,6 +89,7 @@ class RunConfig:
     batch: int = 1
     batch_memory: int | None = None
     kernel: str = "auto"
+    decode: str = "eager"
     resume: str = "auto"
     dry: bool = False
     sweep: Any = field(default_factory=SweepConfig)

@@ -19,6 +19,7 @@ from kvcompress import (
 from kvcompress.cache import CompressedCache
 from kvcompress.compression import Compressor
 from kvcompress.fit import check_codec, check_tokenizer
+from kvcompress.fixed import FixedCache
 from kvcompress.forward import Forward, Fusing
 from kvcompress.layer import CompressedLayer
 from kvcompress.method import Method
@@ -165,13 +166,11 @@ class Hooks:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         named = compat.bound_arguments(module, args, kwargs)
-        if (
-            self._inner_due
-            and module is not self._outer
-            and self.cache is not None
-            and named.get("cache") is self.cache
-        ):
+        inner = self._inner_due and module is not self._outer and self.cache is not None
+        if inner and named.get("cache") is self.cache:
             self._inner_due = False  # the base model inside the forward that was prepared already
+            return None
+        if isinstance(named.get("cache"), FixedCache):  # a step that is described and noted by who takes it
             return None
         if named.get("use_cache") is False:
             raise ValueError(
@@ -271,7 +270,6 @@ class Hooks:
             )
         if phase == "prompt":
             self._check_host(batch, cache.real)
-        if phase == "prompt":
             cache.prompted = cache.real
             cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise

@@ -76,9 +76,10 @@ def batch_ids(ids: Sequence[int], batch: int, device: machine.Device = "cpu") ->
 
 
 def again(session: Session, full: bool = False) -> Session:
-    """Another session of the same model, method and kernel, not open yet; `full`: one that compresses nothing."""
+    """Another session of the same model, method, kernel and way to take steps, not open yet; `full`: one that compresses nothing."""
     kernel = "blockwise" if session.compressor.blockwise else "auto"
-    return compress(session.model, Method() if full else session.method, kernel, session.tokenizer)
+    method = Method() if full else session.method
+    return compress(session.model, method, kernel, session.tokenizer, decode=session.decode)
 
 
 @dataclass
@@ -134,6 +135,8 @@ def request(session: Any, ids: Tensor, output: int, looks: bool = False) -> Requ
     synchronize(device)
     ttft = time.perf_counter() - start
     compressed = session.report(kept_map=True) if looks else {}
+    session.prepare(output - 1)  # what is compiled is compiled here, and no part of any figure but its own
+    synchronize(device)
     tokens, laps = [token], Laps(device)
     laps.lap()
     for _ in range(output - 1):

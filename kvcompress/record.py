@@ -55,6 +55,9 @@ KEYS = (
         "protocol.shared",
         "protocol.decoding",
         "protocol.decoding_why",
+        "protocol.step",
+        "protocol.step_why",
+        "time.step_ready_s",
         "protocol.pair",
         "sanity.gold",
         "sanity.empty",
@@ -314,6 +317,10 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         kinds = sorted({str(protocol[key]) for protocol in protocols if key in protocol})
         found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
     found["protocol.kernel"] = outs[0]["end"].get("kernel")
+    steps = [out["end"].get("step") or {} for out in outs]
+    found["protocol.step"] = "+".join(sorted({step["how"] for step in steps if "how" in step})) or None
+    found["protocol.step_why"] = next((step["why"] for step in steps if step.get("why")), None)
+    found["time.step_ready_s"] = max((step["ready_s"] for step in steps if "ready_s" in step), default=None)
     found["protocol.truncated_share"] = fmean(row.get("meta", {}).get("truncated_tokens", 0) > 0 for row in rows)
     found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
     found["protocol.hit_max_share"] = fmean("length" in out["finished"] for out in outs)

@@ -13,11 +13,11 @@ from kvcompress import blend, chunks, compat
 from kvcompress.cache import CompressedCache
 from kvcompress.clock import Clock
 from kvcompress.generate import Generation, check_sampling, generate
-from kvcompress.hooks import Hooks
 from kvcompress.kept import kept as kept_positions
 from kvcompress.kvstore import KVStore, store_of
 from kvcompress.method import Method
 from kvcompress.parts import Prefill, Prefilled
+from kvcompress.stepping import Stepping
 from kvcompress.traffic import per_token, skipped
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-class Session(Hooks):
+class Session(Stepping):
     """One method attached to one model. Use it as a context manager; everything is undone on exit.
 
     Inside, `model(...)` and `model.generate(...)` work as usual on a compressed cache, and `prefill`, `append` and
@@ -41,8 +41,9 @@ class Session(Hooks):
         tokenizer: Any = None,
         shared: SharedPrefill | None = None,
         store: KVStore | None = None,
+        decode: str = "eager",
     ):
-        super().__init__(model, method, kernel, tokenizer)
+        super().__init__(model, method, kernel, tokenizer, decode)
         self._store: KVStore | None = None
         if store is not None:
             self.store = store
@@ -99,6 +100,8 @@ class Session(Hooks):
         self.cache = cache
         self.compressor.clock = Clock()
         self.compressor.kernels.clear()
+        self._fixed = self._eager_for = None
+        self.stepped["ready_s"] = 0.0
         start = time.perf_counter()
         if how is None and self.shared is not None and self.shared.serves(cache, segments, mask):
             prefilled = self.shared.hand_over(self, cache)
@@ -182,10 +185,6 @@ class Session(Hooks):
             mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=1)
         return [cache.pending.to(segments[0].device), *segments], mask
 
-    def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
-        """One decode forward on the current cache: `ids [B, 1]` → logits `[B, V]`; rows not `real [B]` add nothing."""
-        return self._forward("decode", ids, None if real is None else real[:, None])
-
     @torch.no_grad()
     def generate(
         self,
@@ -219,6 +218,7 @@ class Session(Hooks):
             raise ValueError(
                 "nothing to continue: run the last tokens with session.prefill() or append(), which keep logits"
             )
+        self.prepare(max_new_tokens)
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
         output = generate(
             self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch, min_new_tokens, until
@@ -252,68 +252,9 @@ class Session(Hooks):
             yield self._forward(phase, part, None, every=True)
         cache.pending = ids[:, -1:]
 
-    def _forward(self, phase: str, ids: Tensor, mask: Tensor | None, every: bool = False) -> Tensor:
-        """One forward in a stated phase → logits `[B, V]` after each row's last real token, kept on the cache.
-
-        With `every`, the logits after each of the tokens, `[B, n, V]`.
-        """
-        cache = self._current()
-        mask = self._new_columns(cache, ids, mask)
-        real = mask.bool().cpu() if mask is not None else torch.ones(ids.shape, dtype=torch.bool)
-        before = cache.real if cache.real is not None else torch.zeros(ids.shape[0], dtype=torch.long)
-        position_ids = (before[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
-        any_real, last = real.any(1), ids.shape[1] - 1 - real.flip(1).long().argmax(1)
-        first_kept = int(last[any_real].min()) if bool(any_real.any()) else ids.shape[1] - 1
-        previous, device = cache.logits, self.model.device
-        self._phase, self._real = phase, real
-        try:
-            output = self.model(
-                input_ids=ids.to(device),
-                attention_mask=None,
-                position_ids=position_ids.to(device),
-                cache=cache,
-                use_cache=True,
-                logits_to_keep=ids.shape[1] - (0 if every else first_kept),
-            )
-        finally:
-            self._phase = self._real = None
-        logits = output.logits[:, -1]
-        if bool((last != ids.shape[1] - 1).any()):  # padding to the right of a row's last token
-            rows = torch.arange(len(last), device=output.logits.device)
-            first = 0 if every else first_kept
-            logits = output.logits[rows, (last - first).clamp(min=0).to(rows.device)]
-        if previous is not None and not bool(any_real.all()):  # a row that got nothing keeps what it had
-            logits = torch.where(any_real.to(logits.device)[:, None], logits, previous)
-        cache.logits = logits
-        return output.logits if every else logits
-
-    @staticmethod
-    def _new_columns(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The part of a mask that speaks of `ids [B, n]`, `[B, n]`; ValueError if it does not fit."""
-        seen, new = cache.get_seq_length(), ids.shape[1]
-        if cache.real is not None and len(cache.real) != ids.shape[0]:
-            raise ValueError(f"the cache holds {len(cache.real)} rows, the input has {ids.shape[0]}")
-        if mask is None:
-            return None
-        if mask.dim() != 2 or mask.shape[0] != ids.shape[0] or mask.shape[1] not in (new, seen + new):
-            raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}: it needs {ids.shape[0]} rows and covers the {new} new ids, or "
-                f"these and the {seen} seen before"
-            )
-        return mask[:, -new:]
-
-    def _current(self) -> CompressedCache:
-        if self.cache is None:
-            raise ValueError("no sequence yet: call prefill() first")
-        return self.cache
-
     def _must_be_open(self) -> None:
         if not self._open:
             raise ValueError("the session is closed: use it inside `with compress(model, method) as session`")
-
-    def _synchronise(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
 
     # ------------------------------------------------------------------ reporting
 
@@ -356,6 +297,7 @@ class Session(Hooks):
             "notes": [*self.notes, *self._reuse_notes(cache)],
             "kept_per_layer": kept.double().mean(dim=(1, 2)).tolist(),
             "kernel": "+".join(sorted(self.compressor.kernels)),
+            "step": dict(self.stepped),
             "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},
             "moments": list(cache.moments),
             **({} if cache.reuse is None else {"reuse": dict(cache.reuse)}),
@@ -376,6 +318,7 @@ def compress(
     tokenizer: Any = None,
     shared: SharedPrefill | None = None,
     store: KVStore | None = None,
+    decode: str = "eager",
 ) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.
 
@@ -386,6 +329,9 @@ def compress(
             one `load` gave with the model.
         shared: a full prefill made before (`prefill_once`): a prompt of the same ids starts from it.
         store: of chunks that a prefill reuses; by default one in memory that lives as long as the model.
+        decode: how steps of a session's `generate` and `step` run. "eager" through the model as it is; with fixed shapes
+            "static" (the model's own Python), "compiled" (by torch.inductor, when first needed) or "graph" (a CUDA
+            graph), which are refused where they do not go; "auto" takes the best that goes and says so in the report.
 
     Example:
         >>> with compress(model, SnapKV(budget=0.25)) as session:
@@ -395,4 +341,4 @@ def compress(
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel, tokenizer, shared, store)
+    return Session(model, method, kernel, tokenizer, shared, store, decode)

@@ -6,6 +6,7 @@ python scripts/bench.py overhead --only perhead,ragged,floor  decode on ragged l
 python scripts/bench.py overhead --only share                 compression of each method, as a share of the prefill
 python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
 python scripts/bench.py decode --methods full,snapkv:0.1 --lengths 4096,8192   methods of your choice beside plain
+python scripts/bench.py decode --methods full,snapkv:0.1 --lengths 8192 --step compiled   the methods' steps compiled
 python scripts/bench.py prefill --methods full,h2o:0.25 --lengths 4096
 python scripts/bench.py peers --kvpress OTHER/bin/python     the same beside QuantizedCache, and kvpress where it is installed
 python scripts/bench.py sweep                                 what sharing prefills and decoding together saves
@@ -50,6 +51,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, about in (("decode", "decode per token of some methods beside plain"), ("prefill", "prompts likewise")):
         chosen = commands.add_parser(name, parents=[placed], help=about)
         _beside_plain(chosen)
+        if name == "decode":
+            chosen.add_argument(
+                "--step", default="eager", help="how the methods' steps run: static, compiled, graph, auto"
+            )
     peers = commands.add_parser(
         "peers", parents=[placed], help="others that compress caches, each beside its own plain"
     )
@@ -99,7 +104,8 @@ def beside_plain(args: argparse.Namespace) -> int:
     rows = []
     with measure.threads(args.threads):
         facts = measure.hardware(model.device)
-        runner = bench.Overhead(model, methods, args.pairs, args.tokens, args.seed, judge=False)
+        step = getattr(args, "step", "eager")
+        runner = bench.Overhead(model, methods, args.pairs, args.tokens, args.seed, judge=False, step=step)
         for length in lengths:
             for name in methods:
                 rows.append(runner.run(check(args.command, name), length))

@@ -66,6 +66,14 @@ def test_decoding_starts_from_equal_copies_and_ends_at_the_stated_length(model, 
     assert set(seen) == {("DynamicCache", 95, 100), ("CompressedCache", 95, 100)} and len(seen) == 8
 
 
+def test_methods_steps_run_with_fixed_shapes_where_asked_and_plains_as_they_do(model, monkeypatch):
+    ran, inner = [], Overhead._seconds
+    monkeypatch.setattr(Overhead, "_seconds", lambda self, step: ran.append(step.__qualname__) or inner(self, step))
+    row = Overhead(model, METHODS, pairs=2, tokens=3, step="static").run(plan(["evicted"])[0][0], 128)
+    assert row.ratios.a > 0 and row.ratios.b > 0
+    assert len(ran) == 8 and sum("decode_seconds" in name for name in ran) == 5  # plain's and A/A's, one warm-up
+
+
 @pytest.mark.parametrize("length", [3, 8, 10**6])
 def test_a_length_without_room_is_refused(model, length):
     with pytest.raises(ValueError, match=f"length={length}"):

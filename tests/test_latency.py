@@ -34,6 +34,7 @@ def slow_session(device, prefill=0.1, step=0.05):
         model=SimpleNamespace(device=torch.device("cuda")),
         prefill=lambda ids: SimpleNamespace(logits=run(prefill, len(ids))),
         step=lambda ids: run(step, len(ids)),
+        prepare=lambda tokens: None,
         compressor=SimpleNamespace(seconds=0.0),
     )
 
@@ -58,6 +59,17 @@ def test_no_token_ends_an_output_and_tokens_are_those_of_generate():
         session.prefill(ids)
         assert found.tokens == session.generate(12).tokens[0]
     assert found.ttft_s > found.compress_s > 0 and found.prefill_s == found.ttft_s - found.compress_s
+
+
+def test_a_request_with_fixed_steps_gives_the_same_tokens_and_both_sides_take_them():
+    model, ids, found = small_model(), torch.arange(5, 35)[None], []
+    for decode in ("eager", "static"):
+        unopened = compress(model, SnapKV(budget=0.5, window=3), decode=decode)
+        for full in (False, True):
+            with again(unopened, full) as session:
+                found.append(request(session, ids, 12, looks=True))
+    assert [one.end["step"]["how"] for one in found] == ["eager", "eager", "static", "static"]
+    assert [one.tokens for one in found[:2]] == [one.tokens for one in found[2:]]
 
 
 def test_an_unopened_session_gives_others_of_its_method_and_of_none():

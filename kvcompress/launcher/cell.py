@@ -15,6 +15,7 @@ from kvcompress.batches import cannot_batch
 from kvcompress.budget import NotTogether
 from kvcompress.compression import KERNELS
 from kvcompress.config import RESUME, build_method, build_task, check_keys
+from kvcompress.fixed import DECODES
 from kvcompress.launcher.lock import Lock, locked
 from kvcompress.machine import is_oom
 from kvcompress.measure import hardware
@@ -73,6 +74,7 @@ def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
         "device": models.resolve_device(config.device).type,
         "limit": config.limit,
         "kernel": config.kernel,
+        **({} if config.decode == "eager" else {"decode": config.decode}),
     }
 
 
@@ -115,6 +117,8 @@ def check(config: DictConfig) -> None:
         raise ValueError(f"resume={config.resume!r}; valid: {', '.join(RESUME)}")
     if config.kernel not in KERNELS:
         raise ValueError(f"kernel={config.kernel!r}; valid: {', '.join(KERNELS)}")
+    if config.decode not in DECODES:
+        raise ValueError(f"decode={config.decode!r}; valid: {', '.join(DECODES)}")
     if config.limit is not None and config.limit < 1:
         raise ValueError(f"limit={config.limit}; at least 1 sample, or null for all")
     for name in ("batch", "batch_memory"):

@@ -48,6 +48,8 @@ def alone_because(cell: Cell) -> str:
     """Why a cell cannot share its prefill; empty if it can."""
     if cell.config.batch > 1:
         return f"batch={cell.config.batch} puts samples together, not cells"
+    if cell.config.decode != "eager":
+        return f"decode={cell.config.decode} has each cell take its own steps"
     if not cell.task.shares_prefill:
         return f"task={cell.task.name} measures the prefill itself"
     try:

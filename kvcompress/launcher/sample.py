@@ -69,7 +69,8 @@ def checked(
 def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
     """What the task says of one sample, run in a session of its own: nothing leaks from sample to sample."""
     peaks = nullcontext() if shared is None else without_peaks()
-    unopened = compress(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared)
+    kernel, decode = str(cell.config.kernel), str(cell.config.decode)
+    unopened = compress(loaded.model, cell.method, kernel, loaded.tokenizer, shared, decode=decode)
     if cell.task.opens_sessions:
         return cell.task.run(unopened, sample)
     with unopened as session, peaks:

@@ -229,7 +229,8 @@ class Worker:
         while left and cell.open:
             batch = left.pop(0)
             try:
-                with compress(loaded.model, cell.method, str(config.kernel), loaded.tokenizer) as session:
+                kernel, decode = str(config.kernel), str(config.decode)
+                with compress(loaded.model, cell.method, kernel, loaded.tokenizer, decode=decode) as session:
                     results: list[Any] = batches.run(session, batch)
             except (Exception, SystemExit) as fault:
                 if len(batch) > 1 and is_oom(fault):

@@ -16,6 +16,12 @@ def headroom(length: int) -> int:
     return max(BLOCK, length // 8)
 
 
+def rounded(slots: int) -> int:
+    """A capacity for `slots` slots, at most an eighth (or a block) larger, of which there are few: steps are made for one."""
+    unit = max(BLOCK, 2 ** (slots.bit_length() - 4))
+    return -(-slots // unit) * unit
+
+
 def exact(source: Tensor) -> Tensor:
     """A copy that owns exactly its own storage, so that what it was cut from can be freed."""
     return source.clone(memory_format=torch.contiguous_format)
@@ -117,6 +123,24 @@ class DenseStore:
                 buffer[:, :, self.length : self.length + n] = new[name]
             else:
                 buffer[:, :, self.length : self.length + n].zero_()
+        self._grow(n, real, added)
+
+    def fix(self, tokens: int) -> None:
+        """Make room for `tokens` columns at a capacity of which there are few; spare slots are empty, and no garbage."""
+        if self.spare < tokens or self.capacity != rounded(self.capacity):
+            self._reallocate(rounded(self.length + tokens))
+        self.clear_spare()
+
+    def clear_spare(self) -> None:
+        """Nothing in the slots behind the held ones: position -1, zeros elsewhere."""
+        for name, buffer in self.channels.items():
+            buffer[:, :, self.length :] = -1 if name == "positions" else 0
+
+    def written(self, real: Tensor | None, added: Tensor) -> None:
+        """Hold the column behind the held ones, which a step has filled; arguments as of `append`."""
+        self._grow(1, real, added)
+
+    def _grow(self, n: int, real: Tensor | None, added: Tensor) -> None:
         self.length += n
         if real is None:
             self._appended, self._sum = self._appended + n, None
