@@ -168,22 +168,24 @@ def attend(
         mass = torch.zeros(q.shape[0], keys.shape[1], q.shape[1] // keys.shape[1], keys.shape[2], device=q.device)
     compressor.kernel("blockwise" if math else "sdpa")
     ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
-    for batch, kv, heads in units(q, keys) if math else [ALL]:
-        part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
-        seen_at = positions[batch, kv if positions.shape[1] > 1 else ALL[1]]
-        asked_at = queries[batch] if queries.shape[0] > 1 else queries
-        for rows in blocks(n, q[batch, heads], keys, logits=math):
-            last = seen_at_most(store, forward, rows.stop, n) if ordered else store.length
-            start = seen_by_all(store, forward, features, rows, n) if math else 0
-            allowed = visible(seen_at[..., start:last], asked_at[:, rows], features.window)
+    parts = units(q, keys) if math else [ALL]
+    for rows in blocks(n, q[parts[0][0], parts[0][2]], keys, logits=math):
+        last = seen_at_most(store, forward, rows.stop, n) if ordered else store.length
+        start = seen_by_all(store, forward, features, rows, n) if math else 0
+        allowed = visible(positions[..., start:last], queries[:, rows], features.window)
+        for batch, kv, heads in parts:
+            mine = allowed[batch if allowed.shape[0] > 1 else ALL[0], kv if allowed.shape[1] > 1 else ALL[1]]
             block, k, v = q[batch, heads, rows], keys[batch, kv, :last], values[batch, kv, :last]
             if not math:
-                output[batch, heads, rows] = sdpa_block(block, k, v, allowed, features.scaling)
+                output[batch, heads, rows] = sdpa_block(block, k, v, mine, features.scaling)
                 continue
-            output[batch, heads, rows], p = softmax_block(block, k, v, allowed, part, start)
-            if mass is not None:
-                w = None if weights is None else weights[batch if weights.shape[0] > 1 else ALL[0], rows]
-                mass[batch, kv, :, :last] += (p if w is None else p * w[:, None, None, :, None]).sum(3)
+            part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
+            output[batch, heads, rows], p = softmax_block(block, k, v, mine, part, start)
+            if mass is not None and weights is None:
+                mass[batch, kv, :, :last] += p.sum(3)
+            elif mass is not None:
+                w = weights[batch if weights.shape[0] > 1 else ALL[0], rows]
+                mass[batch, kv, :, :last] += torch.matmul(w[:, None, None, None], p).squeeze(3)
     if mass is not None:
         compressor.add_mass(layer, mass, forward)
     return layer.expand(output) if layer.absorbed else output, None

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 Tensor = torch.Tensor
 
-BLOCK_ELEMENTS = 1 << 21  # logits of one query block: 8 MiB in float32, so that they stay in a CPU's cache
+BLOCK_ELEMENTS = 1 << 19  # logits of one query block: 2 MiB in float32, near a CPU core's own cache
+GPU_ELEMENTS = 1 << 24  # the same on a GPU, where each block costs launches: 64 MiB
 MASK_ELEMENTS = 1 << 26  # bytes of a mask, twice that as the bias in half precision that SDPA makes of it
 MIN_BLOCK = 16  # queries: smaller blocks would leave matrix units idle
 
@@ -74,13 +75,15 @@ def units(q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
 
 
 def blocks(n: int, q: Tensor, k: Tensor, logits: bool = True) -> list[slice]:
-    """Cut n queries so that one block's logits stay under BLOCK_ELEMENTS.
+    """Cut n queries so that one block's logits stay under BLOCK_ELEMENTS, on a GPU under GPU_ELEMENTS.
 
     Where a kernel on a GPU makes no `logits`, its mask, one for all KV heads, stays under MASK_ELEMENTS: few launches.
     """
     width = q.shape[0] * q.shape[1] * k.shape[2]
-    if logits or q.device.type == "cpu":
+    if q.device.type == "cpu":
         size = min(n, max(MIN_BLOCK, BLOCK_ELEMENTS // max(1, width)))
+    elif logits:
+        size = min(n, max(MIN_BLOCK, GPU_ELEMENTS // max(1, width)))
     else:
         size = min(n, max(MIN_BLOCK, MASK_ELEMENTS * k.shape[1] // max(1, width)))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
