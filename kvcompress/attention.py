@@ -17,13 +17,14 @@ import torch
 from kvcompress import compat
 from kvcompress.compression import Compressor
 from kvcompress.forward import Forward
-from kvcompress.kernels import triton_decode, triton_groups
+from kvcompress.kernels import triton_decode, triton_groups, triton_mass
 from kvcompress.kernels.blockwise import (
     ALL,
     Features,
     blocks,
     sdpa_block,
     softmax_block,
+    softmax_blocks,
     units,
     visible,
 )
@@ -32,6 +33,7 @@ from kvcompress.kernels.pieces import piecewise_attention
 from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import Blocks, RaggedStore, Store
 from kvcompress.pages import PagedReader, read_pages
+from kvcompress.pages import kernel as page_kernel
 
 Tensor = torch.Tensor
 
@@ -160,35 +162,62 @@ def attend(
     if unmasked(layer, n, forward, features, compressor):
         return attend_first(module, q, *layer.keys_values(), features, compressor), None
     q, keys, values = layer.read(q) if layer.absorbed else (q, *layer.keys_values())
+    if observe_mass and not compressor.blockwise and triton_mass.usable(q, features):
+        output = _attend_and_sum(layer, q, keys, values, forward, features, compressor)
+        return layer.expand(output) if layer.absorbed else output, None
     positions, queries = layer.positions(), forward.on("positions", q.device)
-    output = q.new_empty(*q.shape[:3], values.shape[-1])
+    compressor.kernel("blockwise" if math else "sdpa")
+    ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
+    unit = units(q, keys)[0] if math else ALL
+    cut = blocks(n, q[unit[0], unit[2]], keys, logits=math)
+    ends = [seen_at_most(store, forward, rows.stop, n) if ordered else store.length for rows in cut]
+    if not math:
+        output = q.new_empty(*q.shape[:3], values.shape[-1])
+        for rows, last in zip(cut, ends, strict=True):
+            allowed = visible(positions[..., :last], queries[:, rows], features.window)
+            block = q[:, :, rows], keys[:, :, :last], values[:, :, :last]
+            output[:, :, rows] = sdpa_block(*block, allowed, features.scaling)
+        return layer.expand(output) if layer.absorbed else output, None
     mass = weights = None
     if observe_mass:
         weights = forward.weights(compressor.needs.decay, q.device)
         mass = torch.zeros(q.shape[0], keys.shape[1], q.shape[1] // keys.shape[1], keys.shape[2], device=q.device)
-    compressor.kernel("blockwise" if math else "sdpa")
-    ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
-    parts = units(q, keys) if math else [ALL]
-    for rows in blocks(n, q[parts[0][0], parts[0][2]], keys, logits=math):
-        last = seen_at_most(store, forward, rows.stop, n) if ordered else store.length
-        start = seen_by_all(store, forward, features, rows, n) if math else 0
-        allowed = visible(positions[..., start:last], queries[:, rows], features.window)
-        for batch, kv, heads in parts:
-            mine = allowed[batch if allowed.shape[0] > 1 else ALL[0], kv if allowed.shape[1] > 1 else ALL[1]]
-            block, k, v = q[batch, heads, rows], keys[batch, kv, :last], values[batch, kv, :last]
-            if not math:
-                output[batch, heads, rows] = sdpa_block(block, k, v, mine, features.scaling)
-                continue
-            part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
-            output[batch, heads, rows], p = softmax_block(block, k, v, mine, part, start)
-            if mass is not None and weights is None:
-                mass[batch, kv, :, :last] += p.sum(3)
-            elif mass is not None:
-                w = weights[batch if weights.shape[0] > 1 else ALL[0], rows]
-                mass[batch, kv, :, :last] += torch.matmul(w[:, None, None, None], p).squeeze(3)
+    starts = [seen_by_all(store, forward, features, rows, n) for rows in cut]
+    spans = list(zip(cut, starts, ends, strict=True))
+    output = softmax_blocks(q, keys, values, positions, queries, features, spans, mass, weights)
     if mass is not None:
         compressor.add_mass(layer, mass, forward)
     return layer.expand(output) if layer.absorbed else output, None
+
+
+def _attend_and_sum(
+    layer: CompressedLayer,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    forward: Forward,
+    features: Features,
+    compressor: Compressor,
+) -> Tensor:
+    """Output `[B, H, n, D]` by SDPA and the attention mass beside it by a kernel of its own, on a GPU."""
+    n, store, lse = q.shape[2], layer.held(), None
+    positions, asked = layer.positions(), forward.on("positions", q.device)
+    weights = forward.weights(compressor.needs.decay, q.device)
+    compressor.kernel("sdpa")
+    compressor.kernel("triton")
+    plain = first_tokens(store, n) and forward.real is None and features.window is None and forward.fusion is None
+    both = triton_mass.flash(q, keys, values, features.scaling) if plain else None
+    if both is not None:
+        output, lse = both
+    else:
+        output = q.new_empty(*q.shape[:3], values.shape[-1])
+        for rows in blocks(n, q, keys, logits=False):
+            allowed = visible(positions, asked[:, rows], features.window)
+            output[:, :, rows] = sdpa_block(q[:, :, rows], keys, values, allowed, features.scaling)
+    ordered = store.kind == "dense" and forward.fusion is None
+    mass = triton_mass.mass(q, keys, asked, positions, features, ordered, plain, weights, lse)
+    compressor.add_mass(layer, mass, forward)
+    return output
 
 
 def seen_by_all(store: Store, forward: Forward, features: Features, rows: slice, n: int) -> int:
@@ -215,7 +244,7 @@ def _decode(
     if isinstance(reader, PagedReader):
         if forward.phase != "prompt" and reader.reads_layer(layer.index):
             math = compressor.blockwise or not features.plain
-            compressor.kernel("blockwise" if math else "pages")
+            compressor.kernel(page_kernel(layer, reader, q, math))
             return read_pages(layer, reader, q, forward, features, math), None
     elif not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None

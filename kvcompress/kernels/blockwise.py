@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -145,3 +146,41 @@ def softmax_block(
         p = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
     output = torch.matmul(p.to(v.dtype).flatten(2, 3), v)
     return output.view(batch, all_heads, n, -1), p
+
+
+def softmax_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    asked: Tensor,
+    features: Features,
+    spans: Iterable[tuple[slice, int, int]],
+    mass: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """`softmax_block` over blocks of queries, output `[B, H, n, D_v]`; what each slot got is added to `mass`.
+
+    Args:
+        positions, asked: as of `visible`.
+        spans: for each block its queries, the columns before which all are seen, and those from which none is.
+        mass: float32 `[B, H_kv, G, P]`.
+        weights: float32 `[B or 1, n]`, what each query counts in `mass`; None for 1.
+    """
+    output = q.new_empty(*q.shape[:3], v.shape[-1])
+    parts = units(q, k)
+    for rows, start, last in spans:
+        allowed = visible(positions[..., start:last], asked[:, rows], features.window)
+        for batch, kv, heads in parts:
+            mine = allowed[batch if allowed.shape[0] > 1 else ALL[0], kv if allowed.shape[1] > 1 else ALL[1]]
+            part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
+            found, p = softmax_block(
+                q[batch, heads, rows], k[batch, kv, :last], v[batch, kv, :last], mine, part, start
+            )
+            output[batch, heads, rows] = found
+            if mass is not None and weights is None:
+                mass[batch, kv, :, :last] += p.sum(3)
+            elif mass is not None:
+                w = weights[batch if weights.shape[0] > 1 else ALL[0], rows]  # type: ignore[index]
+                mass[batch, kv, :, :last] += torch.matmul(w[:, None, None, None], p).squeeze(3)
+    return output
