@@ -98,7 +98,13 @@ class Kernels:
     """
 
     def __init__(
-        self, device: str | torch.device, dtype: torch.dtype, pairs: int = 11, bits: int = 4, group: int = 32, seed: int = 0
+        self,
+        device: str | torch.device,
+        dtype: torch.dtype,
+        pairs: int = 11,
+        bits: int = 4,
+        group: int = 32,
+        seed: int = 0,
     ) -> None:
         self.device, self.dtype, self.pairs = torch.device(device), dtype, pairs
         self.bits, self.group, self.seed = bits, group, seed
@@ -152,7 +158,11 @@ class Kernels:
 
     def _qkv(self, shape: Shape, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         held = (shape.batch, shape.kv, shape.tokens, shape.dim)
-        return self._random(shape.batch, shape.kv * shape.group, queries, shape.dim), self._random(*held), self._random(*held)
+        return (
+            self._random(shape.batch, shape.kv * shape.group, queries, shape.dim),
+            self._random(*held),
+            self._random(*held),
+        )
 
     def _mass(self, shape: Shape) -> Job:
         """Triton: the sums alone, beside the forward whose log-sum-exp they need. CPU: output and sums in one pass."""

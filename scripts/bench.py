@@ -368,7 +368,9 @@ def gpu(args: argparse.Namespace) -> int:
         return 2 if args.require else 0
     missed = 0
     for outcome in gpu_checks.run(args.out, args.pairs):
-        print(f"{outcome.name}: {outcome.verdict}: {outcome.figure}" + (f" ({outcome.target})" if outcome.target else ""))
+        print(
+            f"{outcome.name}: {outcome.verdict}: {outcome.figure}" + (f" ({outcome.target})" if outcome.target else "")
+        )
         missed += outcome.verdict == "missed"
     return int(missed > 0)
 

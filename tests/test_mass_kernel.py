@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import small_model
 
-from kvcompress.kernels import triton_mass
 from kvcompress import compress
 from kvcompress.compression import Compressor
+from kvcompress.kernels import triton_mass
 from kvcompress.kernels.blockwise import Features
 from kvcompress.methods import H2O
-from small_models import small_model
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

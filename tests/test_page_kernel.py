@@ -50,9 +50,7 @@ def stored(counts, size, shared, draw, dim=16):
     n=st.integers(1, 9),
     seed=st.integers(0, 999),
 )
-def test_pages_read_in_place_give_what_gathered_ones_give(
-    counts, ragged, group, per_query_head, size, window, n, seed
-):
+def test_pages_read_in_place_give_what_gathered_ones_give(counts, ragged, group, per_query_head, size, window, n, seed):
     """Pages of KV heads or query heads, partial last ones, missing ones, windows, rows of different lengths."""
     draw = torch.Generator().manual_seed(seed)
     rows = [[n, max(1, n // 2) if ragged else n] for n in counts]

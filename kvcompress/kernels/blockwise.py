@@ -174,9 +174,7 @@ def softmax_blocks(
         for batch, kv, heads in parts:
             mine = allowed[batch if allowed.shape[0] > 1 else ALL[0], kv if allowed.shape[1] > 1 else ALL[1]]
             part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
-            found, p = softmax_block(
-                q[batch, heads, rows], k[batch, kv, :last], v[batch, kv, :last], mine, part, start
-            )
+            found, p = softmax_block(q[batch, heads, rows], k[batch, kv, :last], v[batch, kv, :last], mine, part, start)
             output[batch, heads, rows] = found
             if mass is not None and weights is None:
                 mass[batch, kv, :, :last] += p.sum(3)

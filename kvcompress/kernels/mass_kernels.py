@@ -56,9 +56,7 @@ def row_logsumexp(
     row, kv = head // H, (head // H) * (H // G) + (head % H) // G
     m, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     real, in_dim = m < queries, d < D
-    query = tl.load(
-        q + (head * queries + m)[:, None] * D + d[None, :], mask=real[:, None] & in_dim[None, :], other=0.0
-    )
+    query = tl.load(q + (head * queries + m)[:, None] * D + d[None, :], mask=real[:, None] & in_dim[None, :], other=0.0)
     if UPCAST:  # the interpreter multiplies bfloat16 as if it were whole numbers
         query = query.to(tl.float32)
     at_query = tl.load(asked + row * asked_stride + m, mask=real, other=-1)
@@ -166,9 +164,7 @@ def column_sums(
     keys = tl.load(k + (kv * columns + n)[:, None] * D + d[None, :], mask=inside[:, None] & in_dim[None, :], other=0.0)
     if UPCAST:
         keys = keys.to(tl.float32)
-    at = tl.load(
-        positions + row * row_stride + (head % H) // G * head_stride + n, mask=inside, other=-1
-    )
+    at = tl.load(positions + row * row_stride + (head % H) // G * head_stride + n, mask=inside, other=-1)
     q += head * queries * D
     lse += head * queries
     asked += row * asked_stride

@@ -69,7 +69,9 @@ def mass(
     kv, columns = k.shape[1], k.shape[2]
     ahead = columns - n if ordered else columns
     q, k, asked, positions = (x.contiguous() for x in (q, k, asked, positions))
-    row, head = (0 if size == 1 else stride for size, stride in zip(positions.shape, positions.stride()[:2], strict=False))
+    row, head = (
+        0 if size == 1 else stride for size, stride in zip(positions.shape, positions.stride()[:2], strict=False)
+    )
     asked_stride = 0 if len(asked) == 1 else n
     sizes = {
         "H": heads,
