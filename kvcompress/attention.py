@@ -2,9 +2,9 @@
 
 A query at position t sees the slots with `0 <= pos <= t`, within the layer's window where it has one. Soft-capping
 and attention sinks are applied where the model asks for them. Kernels: transformers' SDPA for a plain prompt, SDPA with grouped queries
-for decode, a batched softmax over lanes for decode of ragged layers (in Triton on a GPU), and a blockwise float32
-softmax where probabilities are wanted (attention mass) or SDPA cannot do it (soft cap, sinks); its memory grows with
-L x block, never L x L.
+for decode, a batched softmax over lanes for decode of ragged layers (in Triton on a GPU, as over pages), and a blockwise
+float32 softmax where probabilities are wanted (attention mass) or SDPA cannot do it (soft cap, sinks); its memory grows
+with L x block, never L x L. On a GPU attention mass is summed beside SDPA by a kernel of its own.
 """
 
 from __future__ import annotations
