@@ -12,7 +12,7 @@ from small_models import small_model
 
 from kvcompress import compress
 from kvcompress.compression import Compressor
-from kvcompress.kernels import triton_mass
+from kvcompress.kernels import blockwise, triton_mass
 from kvcompress.kernels.blockwise import Features
 from kvcompress.methods import H2O
 
@@ -146,3 +146,29 @@ def test_a_prompt_and_a_later_chunk_collect_what_the_blockwise_kernel_collects(p
     assert (kernel, used) == ("blockwise", "sdpa+triton") and len(found) == len(expected) >= 6
     assert (logits - after).abs().max() <= 1e-4
     assert all((a - b).abs().max() <= 1e-4 for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize(("n", "held", "window"), [(90, 0, None), (40, 30, None), (70, 20, 25)])
+def test_blocks_on_a_cpu_sum_what_a_dense_softmax_gives(n, held, window, group, dtype, monkeypatch):
+    """Blocks of 16 queries, padding, lost slots and weights that decay; the output beside the sums."""
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 16)
+    q, k, asked, positions = case(2, 2, group, n, held, 24, dtype, empty=True)
+    features = Features(24**-0.5, window=window)
+    weights = 0.95 ** (asked.amax(1, keepdim=True) - asked).float()
+    weights[asked < 0] = 0.0
+    sums = torch.zeros(2, 2, group, held + n)
+    cut = blockwise.blocks(n, q[:1, :group], k)
+    assert len(cut) == -(-n // 16)
+    spans = [(rows, 0, held + rows.stop) for rows in cut]
+    output = blockwise.softmax_blocks(q, k, k, positions, asked, features, spans, sums, weights)
+    expected, lse = dense(q, k, asked, positions, features, weights)
+    assert (sums.double() - expected).abs().max() <= (1e-4 if dtype == torch.float32 else 0.05)
+    logits = q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3) * features.scaling
+    at, who = positions.repeat_interleave(group, 1)[:, :, None], asked[:, None, :, None]
+    seen = (at >= 0) & (at <= who) & (True if window is None else at > who - window)
+    p = (logits - lse[..., None]).exp().masked_fill(~seen, 0.0)
+    whole = p @ k.double().repeat_interleave(group, 1)
+    real = (asked >= 0)[:, None, :, None].expand_as(whole)
+    assert (output.double() - whole)[real].abs().max() <= (1e-5 if dtype == torch.float32 else 0.05)

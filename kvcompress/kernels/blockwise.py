@@ -176,9 +176,11 @@ def softmax_blocks(
             part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
             found, p = softmax_block(q[batch, heads, rows], k[batch, kv, :last], v[batch, kv, :last], mine, part, start)
             output[batch, heads, rows] = found
-            if mass is not None and weights is None:
+            if mass is None:
+                continue
+            if weights is None:
                 mass[batch, kv, :, :last] += p.sum(3)
-            elif mass is not None:
-                w = weights[batch if weights.shape[0] > 1 else ALL[0], rows]  # type: ignore[index]
+            else:
+                w = weights[batch if weights.shape[0] > 1 else ALL[0], rows]
                 mass[batch, kv, :, :last] += torch.matmul(w[:, None, None, None], p).squeeze(3)
     return output
