@@ -155,6 +155,7 @@ def step_time(
 def fill(session: Session, tokens: int) -> None:
     """Have every layer hold `tokens` tokens of noise per row and head in place of the prompt."""
     cache = session.cache
+    assert cache is not None and cache.real is not None
     for layer in cache.full_layers:
         held = layer.held()
         batch, heads = held.counts.shape
@@ -164,7 +165,6 @@ def fill(session: Session, tokens: int) -> None:
             like = held.get(name)
             channels[name] = like.new_empty(batch, heads, tokens, like.shape[-1]).normal_()
         layer.store, layer.seen = DenseStore(channels, torch.full((batch, heads), tokens)), tokens
-    assert cache.real is not None
     cache.real = torch.full_like(cache.real, tokens)
 
 
