@@ -2,9 +2,9 @@
 
 A query at position t sees the slots with `0 <= pos <= t`, within the layer's window where it has one. Soft-capping
 and attention sinks are applied where the model asks for them. Kernels: transformers' SDPA for a plain prompt, SDPA with grouped queries
-for decode, a batched softmax over lanes for decode of ragged layers (in Triton on a GPU), and a blockwise float32
-softmax where probabilities are wanted (attention mass) or SDPA cannot do it (soft cap, sinks); its memory grows with
-L x block, never L x L.
+for decode, a batched softmax over lanes for decode of ragged layers (in Triton on a GPU, as over pages), and a blockwise
+float32 softmax where probabilities are wanted (attention mass) or SDPA cannot do it (soft cap, sinks); its memory grows
+with L x block, never L x L. On a GPU attention mass is summed beside SDPA by a kernel of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from kvcompress import compat
 from kvcompress.compression import Compressor
 from kvcompress.fixed import FixedLayer
 from kvcompress.forward import Forward
-from kvcompress.kernels import triton_decode, triton_groups
+from kvcompress.kernels import triton_decode, triton_groups, triton_mass
 from kvcompress.kernels.blockwise import (
     ALL,
     Features,
     blocks,
     sdpa_block,
     softmax_block,
+    softmax_blocks,
     units,
     visible,
 )
@@ -33,6 +34,7 @@ from kvcompress.kernels.pieces import piecewise_attention
 from kvcompress.layer import CompressedLayer
 from kvcompress.layouts import Blocks, RaggedStore, Store
 from kvcompress.pages import PagedReader, read_pages
+from kvcompress.pages import kernel as page_kernel
 
 Tensor = torch.Tensor
 
@@ -163,33 +165,62 @@ def attend(
     if unmasked(layer, n, forward, features, compressor):
         return attend_first(module, q, *layer.keys_values(), features, compressor), None
     q, keys, values = layer.read(q) if layer.absorbed else (q, *layer.keys_values())
+    if observe_mass and not compressor.blockwise and triton_mass.usable(q, features):
+        output = _attend_and_sum(layer, q, keys, values, forward, features, compressor)
+        return layer.expand(output) if layer.absorbed else output, None
     positions, queries = layer.positions(), forward.on("positions", q.device)
-    output = q.new_empty(*q.shape[:3], values.shape[-1])
+    compressor.kernel("blockwise" if math else "sdpa")
+    ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
+    unit = units(q, keys)[0] if math else ALL
+    cut = blocks(n, q[unit[0], unit[2]], keys, logits=math)
+    ends = [seen_at_most(store, forward, rows.stop, n) if ordered else store.length for rows in cut]
+    if not math:
+        output = q.new_empty(*q.shape[:3], values.shape[-1])
+        for rows, last in zip(cut, ends, strict=True):
+            allowed = visible(positions[..., :last], queries[:, rows], features.window)
+            block = q[:, :, rows], keys[:, :, :last], values[:, :, :last]
+            output[:, :, rows] = sdpa_block(*block, allowed, features.scaling)
+        return layer.expand(output) if layer.absorbed else output, None
     mass = weights = None
     if observe_mass:
         weights = forward.weights(compressor.needs.decay, q.device)
         mass = torch.zeros(q.shape[0], keys.shape[1], q.shape[1] // keys.shape[1], keys.shape[2], device=q.device)
-    compressor.kernel("blockwise" if math else "sdpa")
-    ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
-    for batch, kv, heads in units(q, keys) if math else [ALL]:
-        part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
-        seen_at = positions[batch, kv if positions.shape[1] > 1 else ALL[1]]
-        asked_at = queries[batch] if queries.shape[0] > 1 else queries
-        for rows in blocks(n, q[batch, heads], keys, logits=math):
-            last = seen_at_most(store, forward, rows.stop, n) if ordered else store.length
-            start = seen_by_all(store, forward, features, rows, n) if math else 0
-            allowed = visible(seen_at[..., start:last], asked_at[:, rows], features.window)
-            block, k, v = q[batch, heads, rows], keys[batch, kv, :last], values[batch, kv, :last]
-            if not math:
-                output[batch, heads, rows] = sdpa_block(block, k, v, allowed, features.scaling)
-                continue
-            output[batch, heads, rows], p = softmax_block(block, k, v, allowed, part, start)
-            if mass is not None:
-                w = None if weights is None else weights[batch if weights.shape[0] > 1 else ALL[0], rows]
-                mass[batch, kv, :, :last] += (p if w is None else p * w[:, None, None, :, None]).sum(3)
+    starts = [seen_by_all(store, forward, features, rows, n) for rows in cut]
+    spans = list(zip(cut, starts, ends, strict=True))
+    output = softmax_blocks(q, keys, values, positions, queries, features, spans, mass, weights)
     if mass is not None:
         compressor.add_mass(layer, mass, forward)
     return layer.expand(output) if layer.absorbed else output, None
+
+
+def _attend_and_sum(
+    layer: CompressedLayer,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    forward: Forward,
+    features: Features,
+    compressor: Compressor,
+) -> Tensor:
+    """Output `[B, H, n, D]` by SDPA and the attention mass beside it by a kernel of its own, on a GPU."""
+    n, store, lse = q.shape[2], layer.held(), None
+    positions, asked = layer.positions(), forward.on("positions", q.device)
+    weights = forward.weights(compressor.needs.decay, q.device)
+    compressor.kernel("sdpa")
+    compressor.kernel("triton")
+    plain = first_tokens(store, n) and forward.real is None and features.window is None and forward.fusion is None
+    both = triton_mass.flash(q, keys, values, features.scaling) if plain else None
+    if both is not None:
+        output, lse = both
+    else:
+        output = q.new_empty(*q.shape[:3], values.shape[-1])
+        for rows in blocks(n, q, keys, logits=False):
+            allowed = visible(positions, asked[:, rows], features.window)
+            output[:, :, rows] = sdpa_block(q[:, :, rows], keys, values, allowed, features.scaling)
+    ordered = store.kind == "dense" and forward.fusion is None
+    mass = triton_mass.mass(q, keys, asked, positions, features, ordered, plain, weights, lse)
+    compressor.add_mass(layer, mass, forward)
+    return output
 
 
 def seen_by_all(store: Store, forward: Forward, features: Features, rows: slice, n: int) -> int:
@@ -216,7 +247,7 @@ def _decode(
     if isinstance(reader, PagedReader):
         if forward.phase != "prompt" and reader.reads_layer(layer.index):
             math = compressor.blockwise or not features.plain
-            compressor.kernel("blockwise" if math else "pages")
+            compressor.kernel(page_kernel(layer, reader, q, math))
             return read_pages(layer, reader, q, forward, features, math), None
     elif not compressor.reads_all:
         return _read_selected(layer, q, forward, features, compressor), None

@@ -207,3 +207,24 @@ def flatness(
 def steps(contestants: int, tokens: int) -> int:
     """Tokens that `flatness` decodes, for a progress bar."""
     return contestants * (3 * tokens // 4 // 50 * 50) + (contestants + 1) * 2 * (tokens // 4)
+
+
+def trace_words(trace: Trace) -> str:
+    """What a trace shows, in rich's markup."""
+    broken = trace.broken()
+    return (
+        f"{trace.name}: at most {max(trace.tokens)} tokens per head and {max(trace.valid) / 2**20:.1f} MiB held "
+        f"({max(trace.allocated) / 2**20:.1f} allocated); a full cache ends at {trace.full[-1] / 2**20:.1f} MiB; "
+        + (f"[red]above budget + interval after {broken[0]} tokens[/red]" if broken else "within budget + interval")
+    )
+
+
+def flat_words(flat: Flat) -> str:
+    """How flat the times per token were, in rich's markup."""
+    low, high = flat.spread
+    verdict = "" if flat.target is None else " [red]missed[/red]" if flat.missed else " [green]met[/green]"
+    return (
+        f"{flat.name}: {1000 * flat.early:.1f} ms per token in the second quarter, {1000 * flat.late:.1f} in the last, "
+        f"ratio {flat.ratio:.3f} ({low:.3f}–{high:.3f})"
+        + ("" if flat.target is None else f", target ≤ {flat.target}{verdict}")
+    )

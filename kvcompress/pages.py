@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvcompress.budget import Budget, NotTogether, cap, check_budget
+from kvcompress.kernels import triton_pages
 from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block
 from kvcompress.layouts import PagedStore, Rebuilt, keep_slots
 from kvcompress.parts import Reader
@@ -190,12 +191,24 @@ def read_pages(
     if chosen.shape[1] not in (store.heads, q.shape[1]):
         raise ValueError(f"a reader's selection needs {store.heads} or {q.shape[1]} heads, got {chosen.shape[1]}")
     store.bring(chosen)
-    output = _attend(layer, store, chosen, q, forward, features, math)
+    if kernel(layer, reader, q, math) == "triton":
+        output = triton_pages.decode(q, store, chosen, forward.on("positions", q.device), features)
+    else:
+        output = _attend(layer, store, chosen, q, forward, features, math)
     _note(layer, store, chosen, index, forward)
     held = reader.hold(index, layer.state)
     if held is not None:
         store.hold(held)
     return output
+
+
+def kernel(layer: CompressedLayer, reader: PagedReader, q: Tensor, math: bool) -> str:
+    """What attends to a layer's pages: "triton" where they lie, else gathered, "blockwise" without SDPA or "pages"."""
+    holder = layer.holder()
+    as_given = not layer.sealed and layer.blocks is None and not holder.latents and holder.rotations is None
+    if not math and as_given and triton_pages.usable(q, reader.page_size):
+        return "triton"
+    return "blockwise" if math else "pages"
 
 
 def _attend(

@@ -9,6 +9,8 @@ python scripts/bench.py decode --methods full,snapkv:0.1 --lengths 4096,8192   m
 python scripts/bench.py decode --methods full,snapkv:0.1 --lengths 8192 --step compiled   the methods' steps compiled
 python scripts/bench.py prefill --methods full,h2o:0.25 --lengths 4096
 python scripts/bench.py peers --kvpress OTHER/bin/python     the same beside QuantizedCache, and kvpress where it is installed
+python scripts/bench.py kernels --tokens 4096,32768          attention kernels beside SDPA and the copy bandwidth
+python scripts/bench.py gpu --out results/reference/h200     all that is asked of a GPU; without one, what it would check
 python scripts/bench.py sweep                                 what sharing prefills and decoding together saves
 python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks beside the same at once
 python scripts/bench.py generation                            bytes and time per token along a long output
@@ -22,6 +24,10 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -64,6 +70,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     peers.add_argument("--share", type=float, default=0.9, help="of the tokens that a press drops")
     peers.add_argument("--quantized", default="auto", help="backend of QuantizedCache: auto, none, quanto, hqq or fp8")
     peers.add_argument("--only", default="", help="prefill or decode")
+    kernels = commands.add_parser("kernels", parents=[placed], help="attention kernels beside a peer and a reference")
+    kernels.add_argument("--only", default="mass,decode,groups,pages", help="comma-separated")
+    kernels.add_argument("--tokens", default="4096", help="per row and head, comma-separated")
+    kernels.add_argument("--pairs", type=int, default=11)
+    for name, size in (("batch", 1), ("kv", 3), ("group", 3), ("dim", 64), ("bits", 4)):
+        kernels.add_argument(f"--{name}", type=int, default=size)
+    gpu = commands.add_parser("gpu", help="what is asked of a GPU, as one command")
+    gpu.add_argument("--out", type=Path, default=Path("results/reference/gpu"), help="folder for JSON and a table")
+    gpu.add_argument("--require", action="store_true", help="exit with 2 where there is no CUDA")
+    gpu.add_argument("--pairs", type=int, default=11)
     sweep = commands.add_parser(
         "sweep", parents=[common], help="cells one by one, with shared prefills, and decoded together"
     )
@@ -164,16 +180,17 @@ def peers(args: argparse.Namespace) -> int:
     return 0
 
 
+def bars() -> Progress:
+    from rich import progress as rich
+    from rich.console import Console
+
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn())
+    times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+    return rich.Progress(*columns, *times, console=Console(stderr=True))
+
+
 def overhead(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     from kvcompress import bench, load, measure
     from kvcompress.methods import H2O, METHODS, AdaKV, Full, SnapKV
@@ -190,14 +207,7 @@ def overhead(args: argparse.Namespace) -> int:
         **{name.lower(): cls(budget=0.25) for name, cls in METHODS.items() if cls.budget_kind == "held_tokens"},
     }
     console = Console()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with measure.threads(args.threads) as threads, Progress(*columns, console=Console(stderr=True)) as progress:
+    with measure.threads(args.threads) as threads, bars() as progress:
         facts = measure.hardware(model.device)
         console.print(
             f"{args.model} {args.dtype} on {facts['device']}, {threads} threads of {facts['cores']} cores, "
@@ -254,14 +264,6 @@ def sweep(args: argparse.Namespace) -> int:
 def generation(args: argparse.Namespace) -> int:
     """0, or 1 where a method held more than budget and interval or became slower along the output."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     from kvcompress import load, longrun, measure
     from kvcompress.method import Schedule
@@ -280,11 +282,9 @@ def generation(args: argparse.Namespace) -> int:
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
     console = Console()
     facts = measure.hardware(model.device)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
     traces: list[longrun.Trace] = []
     flats: list[longrun.Flat] = []
-    with measure.threads(args.threads) as threads, Progress(*columns, *times, console=Console(stderr=True)) as progress:
+    with measure.threads(args.threads) as threads, bars() as progress:
         console.print(
             f"{args.model} {args.dtype} on {facts['device']}, {threads} threads of {facts['cores']} cores, budget "
             f"{args.budget}, interval {args.interval}, {args.prompt} + {args.tokens} tokens"
@@ -299,21 +299,8 @@ def generation(args: argparse.Namespace) -> int:
             step = partial(progress.advance, task)
             sizes = (args.prompt, args.tokens, args.interval, args.seed)
             flats = longrun.flatness(model, methods, *sizes, step)
-    for trace in traces:
-        broken = trace.broken()
-        console.print(
-            f"{trace.name}: at most {max(trace.tokens)} tokens per head and {max(trace.valid) / 2**20:.1f} MiB held "
-            f"({max(trace.allocated) / 2**20:.1f} allocated); a full cache ends at {trace.full[-1] / 2**20:.1f} MiB; "
-            + (f"[red]above budget + interval after {broken[0]} tokens[/red]" if broken else "within budget + interval")
-        )
-    for flat in flats:
-        low, high = flat.spread
-        verdict = "" if flat.target is None else " [red]missed[/red]" if flat.missed else " [green]met[/green]"
-        console.print(
-            f"{flat.name}: {1000 * flat.early:.1f} ms per token in the second quarter, {1000 * flat.late:.1f} in the last, "
-            f"ratio {flat.ratio:.3f} ({low:.3f}–{high:.3f})"
-            + ("" if flat.target is None else f", target ≤ {flat.target}{verdict}")
-        )
+    for line in (*map(longrun.trace_words, traces), *map(longrun.flat_words, flats)):
+        console.print(line)
     if args.png is not None and traces:
         draw_sawtooth(traces, f"{args.model}, {args.dtype}: budget {args.budget}, interval {args.interval}", args.png)
         console.print(f"wrote {args.png}")
@@ -349,22 +336,49 @@ def chunked(args: argparse.Namespace) -> int:
         f"{args.model} {args.dtype} on {facts['device']}, {threads} threads: a prompt of {args.length} tokens, budget "
         f"{args.budget}, in chunks of {args.chunk}"
     )
-    out = Table(
-        "method",
-        "most held / stored",
-        "limit, MiB",
-        "peak growth",
-        "at once",
-        "ratio",
-        "seconds",
-        "off at 1.0",
-        box=SIMPLE,
-        title=title,
-    )
+    heads = "method,most held / stored,limit; MiB,peak growth,at once,ratio,seconds,off at 1.0".split(",")
+    out = Table(*(head.replace(";", ",") for head in heads), box=SIMPLE, title=title)
     for cells in bench_chunked.lines(rows):
         out.add_row(*cells)
     Console(width=max(120, console.width)).print(out)
     return 0 if all(row.within for row in rows) else 1
+
+
+def kernels(args: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+
+    from kvcompress import bench_kernels, measure
+
+    sizes = [int(n) for n in args.tokens.split(",") if n]
+    shapes, rows = [bench_kernels.Shape(args.batch, args.kv, args.group, args.dim, n) for n in sizes], []
+    with measure.threads(args.threads):
+        device = "cuda" if args.device == "auto" and torch.cuda.is_available() else args.device.replace("auto", "cpu")
+        facts = measure.hardware(torch.device(device))
+        bench = bench_kernels.Kernels(device, getattr(torch, args.dtype), args.pairs, args.bits, seed=args.seed)
+        for row in bench_kernels.run(bench, [name for name in args.only.split(",") if name], shapes):
+            rows.append(row)
+            write(args, facts, rows)
+    Console(width=max(150, Console().width)).print(bench_kernels.table(rows))
+    return 0
+
+
+def gpu(args: argparse.Namespace) -> int:
+    """0 if nothing was missed; 1 if so; 2 without CUDA if it is required."""
+    import torch
+
+    from kvcompress import gpu_checks
+
+    if not torch.cuda.is_available():
+        print(f"no CUDA device here; on one this command checks\n{gpu_checks.plan()}")
+        return 2 if args.require else 0
+    missed = 0
+    for outcome in gpu_checks.run(args.out, args.pairs):
+        print(
+            f"{outcome.name}: {outcome.verdict}: {outcome.figure}" + (f" ({outcome.target})" if outcome.target else "")
+        )
+        missed += outcome.verdict == "missed"
+    return int(missed > 0)
 
 
 def write(args: argparse.Namespace, facts: dict, rows: list) -> None:
@@ -379,7 +393,7 @@ if __name__ == "__main__":
     options = parse()
     try:
         commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation, "sweep": sweep}
-        commands_of |= {"decode": beside_plain, "prefill": beside_plain, "peers": peers}
+        commands_of |= {"decode": beside_plain, "prefill": beside_plain, "peers": peers, "kernels": kernels, "gpu": gpu}
         sys.exit(commands_of[options.command](options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 Tensor = torch.Tensor
 
-BLOCK_ELEMENTS = 1 << 21  # logits of one query block: 8 MiB in float32, so that they stay in a CPU's cache
+BLOCK_ELEMENTS = 1 << 19  # logits of one query block: 2 MiB in float32, near a CPU core's own cache
+GPU_ELEMENTS = 1 << 24  # the same on a GPU, where each block costs launches: 64 MiB
 MASK_ELEMENTS = 1 << 26  # bytes of a mask, twice that as the bias in half precision that SDPA makes of it
 MIN_BLOCK = 16  # queries: smaller blocks would leave matrix units idle
 
@@ -74,13 +76,15 @@ def units(q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
 
 
 def blocks(n: int, q: Tensor, k: Tensor, logits: bool = True) -> list[slice]:
-    """Cut n queries so that one block's logits stay under BLOCK_ELEMENTS.
+    """Cut n queries so that one block's logits stay under BLOCK_ELEMENTS, on a GPU under GPU_ELEMENTS.
 
     Where a kernel on a GPU makes no `logits`, its mask, one for all KV heads, stays under MASK_ELEMENTS: few launches.
     """
     width = q.shape[0] * q.shape[1] * k.shape[2]
-    if logits or q.device.type == "cpu":
+    if q.device.type == "cpu":
         size = min(n, max(MIN_BLOCK, BLOCK_ELEMENTS // max(1, width)))
+    elif logits:
+        size = min(n, max(MIN_BLOCK, GPU_ELEMENTS // max(1, width)))
     else:
         size = min(n, max(MIN_BLOCK, MASK_ELEMENTS * k.shape[1] // max(1, width)))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
@@ -142,3 +146,41 @@ def softmax_block(
         p = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
     output = torch.matmul(p.to(v.dtype).flatten(2, 3), v)
     return output.view(batch, all_heads, n, -1), p
+
+
+def softmax_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    asked: Tensor,
+    features: Features,
+    spans: Iterable[tuple[slice, int, int]],
+    mass: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """`softmax_block` over blocks of queries, output `[B, H, n, D_v]`; what each slot got is added to `mass`.
+
+    Args:
+        positions, asked: as of `visible`.
+        spans: for each block its queries, the columns before which all are seen, and those from which none is.
+        mass: float32 `[B, H_kv, G, P]`.
+        weights: float32 `[B or 1, n]`, what each query counts in `mass`; None for 1.
+    """
+    output = q.new_empty(*q.shape[:3], v.shape[-1])
+    parts = units(q, k)
+    for rows, start, last in spans:
+        allowed = visible(positions[..., start:last], asked[:, rows], features.window)
+        for batch, kv, heads in parts:
+            mine = allowed[batch if allowed.shape[0] > 1 else ALL[0], kv if allowed.shape[1] > 1 else ALL[1]]
+            part = replace(features, sinks=features.sinks[heads]) if features.sinks is not None else features
+            found, p = softmax_block(q[batch, heads, rows], k[batch, kv, :last], v[batch, kv, :last], mine, part, start)
+            output[batch, heads, rows] = found
+            if mass is None:
+                continue
+            if weights is None:
+                mass[batch, kv, :, :last] += p.sum(3)
+            else:
+                w = weights[batch if weights.shape[0] > 1 else ALL[0], rows]
+                mass[batch, kv, :, :last] += torch.matmul(w[:, None, None, None], p).squeeze(3)
+    return output

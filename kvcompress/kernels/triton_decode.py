@@ -1,4 +1,4 @@
-"""Decode attention over lanes on a GPU: the same sums as `lanes.lane_attention`, in Triton, nothing copied or padded."""
+"""Decode attention over lanes or pages on a GPU: the same sums as `lanes.lane_attention`, nothing copied or padded."""
 
 from __future__ import annotations
 
@@ -26,14 +26,25 @@ def usable(q: Tensor) -> bool:
     return q.is_cuda and _installed()
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, features: Features) -> Tensor:
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    features: Features,
+    places: Tensor | None = None,
+    oldest: Tensor | None = None,
+) -> Tensor:
     """Softmax attention of single queries over lanes, summed in float32.
 
     Args:
         q: `[B, H, 1, D]`.
         k, v: `[lanes, slots, D]` and `[lanes, slots, D_v]`; slots a power of 2, at least 16.
         positions: int32 `[lanes, slots]`, below 0 where a slot holds nothing.
-        table: int32 `[B * H_kv, most]`, lanes of each row and KV head, -1 past the last.
+        table: int32 `[segments, most]`, lanes of each row and KV head (or query head), -1 where there is none.
+        places: of the same shape, where each lane's positions lie; by default as `table`.
+        oldest: int32 `[segments]`, the first position that counts; by default 0.
 
     Returns:
         `[B, H, 1, D_v]`; 0 for a head that holds nothing.
@@ -45,6 +56,9 @@ def decode(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, fe
     group, width = batch * heads // segments, v.shape[-1]
     splits = max(1, min(MOST_SPLITS, -(-PROGRAMS // segments), -(-most // LEAST_LANES)))
     q, k, v, positions = (x.contiguous() for x in (q, k, v, positions))
+    places = table if places is None else places
+    if oldest is None:
+        oldest = torch.zeros(segments, dtype=torch.int32, device=q.device)
     sums = torch.empty(segments, splits, group, width, dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(segments, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
     output = torch.empty(batch, heads, 1, width, dtype=q.dtype, device=q.device)
@@ -54,6 +68,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, fe
         v,
         positions,
         table,
+        places,
+        oldest,
         sums,
         tops,
         totals,

@@ -16,6 +16,8 @@ def partial_sums(
     v,
     positions,
     table,
+    places,
+    oldest,
     sums,
     tops,
     totals,
@@ -34,7 +36,10 @@ def partial_sums(
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One program per segment and split: running maximum, total and weighted values of its lanes' slots."""
+    """One program per segment and split: running maximum, total and weighted values of its lanes' slots.
+
+    `table` says where a lane's keys and values lie, `places` where its positions do; a slot counts from `oldest` on.
+    """
     segment, split = tl.program_id(0), tl.program_id(1)
     g, d, dv, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, SLOTS)
     in_group = g < G
@@ -49,10 +54,12 @@ def partial_sums(
     total = tl.zeros((BLOCK_G,), tl.float32)
     weighted = tl.zeros((BLOCK_G, BLOCK_DV), tl.float32)
     first = split * lanes_per_split
+    since = tl.load(oldest + segment)
     for i in range(first, tl.minimum(first + lanes_per_split, most)):
         lane = tl.load(table + segment * most + i).to(tl.int64)
+        place = tl.load(places + segment * most + i).to(tl.int64)
         slots = lane * SLOTS + n  # below 0 past the last lane
-        held = tl.load(positions + slots, mask=slots >= 0, other=-1) >= 0
+        held = tl.load(positions + place * SLOTS + n, mask=slots >= 0, other=-1) >= since
         keys = tl.load(k + slots[:, None] * D + d[None, :], mask=held[:, None] & in_dim[None, :], other=0.0)
         if UPCAST:
             keys = keys.to(tl.float32)
