@@ -51,8 +51,8 @@ class LoopPages(Reader):
 
     name: ClassVar[str] = "loop_pages"
 
-    of: QuestReader | FlexiCacheReader
-    memory: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    of: QuestReader | FlexiCacheReader = field(repr=False)
+    memory: dict[Any, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def select(self, q, index, state):
         batch, heads = index.keys.shape[:2]
