@@ -66,12 +66,12 @@ class Stepping(Hooks):
         if self.decode == "eager":
             return
         cache = self._current()
-        if cache is self._eager_for:
-            return
         layers, start = cache.full_layers, time.perf_counter()
         if self._fixed is not None and self._fixed.serves(layers, tokens):
             return
-        self._fixed = None
+        self._fixed = None  # which may be another cache's
+        if cache is self._eager_for:
+            return
         reason = fixed.refusal(self.model, self.compressor) or fixed.unfit(cache)
         if reason is None:
             graph = self.decode == "auto" and self.model.device.type == "cuda"
@@ -90,6 +90,10 @@ class Stepping(Hooks):
             self.stepped.update(how=how, why=None)
         self._synchronise()
         self.stepped["ready_s"] += time.perf_counter() - start
+
+    def _detach(self) -> None:
+        self._fixed = self._eager_for = None  # a closed session holds no buffers but its cache's
+        super()._detach()
 
     def _synchronise(self) -> None:
         if self.model.device.type == "cuda":
@@ -136,6 +140,8 @@ class Stepping(Hooks):
         real = mask.bool().cpu() if mask is not None else torch.ones(ids.shape, dtype=torch.bool)
         before = cache.real if cache.real is not None else torch.zeros(ids.shape[0], dtype=torch.long)
         position_ids = (before[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
+        if self._fixed is not None and not self._fixed.serves(cache.full_layers, ids.shape[1]):
+            self._fixed = None  # so that buffers that are about to be replaced can be freed
         any_real, last = real.any(1), ids.shape[1] - 1 - real.flip(1).long().argmax(1)
         first_kept = int(last[any_real].min()) if bool(any_real.any()) else ids.shape[1] - 1
         previous, device = cache.logits, self.model.device
