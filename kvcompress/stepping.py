@@ -77,7 +77,7 @@ class Stepping(Hooks):
             graph = self.decode == "auto" and self.model.device.type == "cuda"
             how = "graph" if graph else "compiled" if self.decode == "auto" else self.decode
             for layer in layers:
-                layer.held().fix(tokens)  # type: ignore[union-attr]  # which `unfit` found to be dense
+                layer.held().fix(max(1, tokens))  # type: ignore[union-attr]  # which `unfit` found to be dense
             try:
                 self._fixed = FixedStep(self.model, layers, how)
             except Compiling as error:
