@@ -51,6 +51,10 @@ class Stepping(Hooks):
             raise ValueError(f"decode={self.decode}: {reason}; use decode=eager, or decode=auto, which falls back")
         self.stepped.update(how="eager", why=reason)
 
+    def _must_be_open(self) -> None:
+        if not self._open:
+            raise ValueError("the session is closed: use it inside `with compress(model, method) as session`")
+
     # ------------------------------------------------------------------ with fixed shapes
 
     @torch.no_grad()
@@ -65,6 +69,7 @@ class Stepping(Hooks):
         """
         if self.decode == "eager":
             return
+        self._must_be_open()
         cache = self._current()
         layers, start = cache.full_layers, time.perf_counter()
         if self._fixed is not None and self._fixed.serves(layers, tokens):
@@ -101,7 +106,7 @@ class Stepping(Hooks):
 
     def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
         """One decode forward on the current cache: `ids [B, 1]` → logits `[B, V]`; rows not `real [B]` add nothing."""
-        if self.decode != "eager":
+        if self.decode != "eager" and ids.shape[1] == 1:
             if self._fixed is None or not self._fixed.serves(self._current().full_layers):
                 self.prepare(AHEAD)
             if self._fixed is not None:

@@ -138,6 +138,20 @@ def test_buffers_that_have_been_replaced_are_freed_with_the_append_that_replaces
     assert before() is None
 
 
+def test_a_closed_session_takes_no_step_and_several_tokens_go_as_in_the_eager_step():
+    model, found = small_model(), []
+    for decode in ("eager", "static"):
+        with compress(model, Full(), decode=decode) as session:
+            session.prefill(random_ids(1, 30))
+            session.generate(3)
+            session.step(random_ids(1, 2, seed=1))
+            found.append((session.step(torch.tensor([[7]])), session.cache.get_seq_length()))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-4) and found[0][1] == found[1][1]
+    for work in (lambda: session.step(torch.tensor([[7]])), lambda: session.prepare(3)):
+        with pytest.raises(ValueError, match="the session is closed"):
+            work()
+
+
 def test_steps_without_a_generation_make_room_as_they_come():
     model, ids = small_model(), random_ids(2, 30)
     logits = []
