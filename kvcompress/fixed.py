@@ -163,7 +163,7 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
         Compiling: a forward that depends on data, or no compiler.
     """
     shapes = tuple((tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in inputs)
-    weights = tuple(parameter.data_ptr() for parameter in model.parameters())  # which it holds on to
+    weights = tuple(held.data_ptr() for held in (*model.parameters(), *model.buffers()))  # which it holds on to
     key = (shapes, torch.get_num_threads(), weights)
     known = _compiled.setdefault(model, {})
     if key not in known:

@@ -252,10 +252,6 @@ class Session(Stepping):
             yield self._forward(phase, part, None, every=True)
         cache.pending = ids[:, -1:]
 
-    def _must_be_open(self) -> None:
-        if not self._open:
-            raise ValueError("the session is closed: use it inside `with compress(model, method) as session`")
-
     # ------------------------------------------------------------------ reporting
 
     def report(self, row: int | None = None, kept_map: bool = False) -> dict[str, Any]:

@@ -51,6 +51,10 @@ class Stepping(Hooks):
             raise ValueError(f"decode={self.decode}: {reason}; use decode=eager, or decode=auto, which falls back")
         self.stepped.update(how="eager", why=reason)
 
+    def _must_be_open(self) -> None:
+        if not self._open:
+            raise ValueError("the session is closed: use it inside `with compress(model, method) as session`")
+
     # ------------------------------------------------------------------ with fixed shapes
 
     @torch.no_grad()
@@ -65,19 +69,20 @@ class Stepping(Hooks):
         """
         if self.decode == "eager":
             return
+        self._must_be_open()
         cache = self._current()
-        if cache is self._eager_for:
-            return
         layers, start = cache.full_layers, time.perf_counter()
         if self._fixed is not None and self._fixed.serves(layers, tokens):
             return
-        self._fixed = None
+        self._fixed = None  # which may be another cache's
+        if cache is self._eager_for:
+            return
         reason = fixed.refusal(self.model, self.compressor) or fixed.unfit(cache)
         if reason is None:
             graph = self.decode == "auto" and self.model.device.type == "cuda"
             how = "graph" if graph else "compiled" if self.decode == "auto" else self.decode
             for layer in layers:
-                layer.held().fix(tokens)  # type: ignore[union-attr]  # which `unfit` found to be dense
+                layer.held().fix(max(1, tokens))  # type: ignore[union-attr]  # which `unfit` found to be dense
             try:
                 self._fixed = FixedStep(self.model, layers, how)
             except Compiling as error:
@@ -91,13 +96,17 @@ class Stepping(Hooks):
         self._synchronise()
         self.stepped["ready_s"] += time.perf_counter() - start
 
+    def _detach(self) -> None:
+        self._fixed = self._eager_for = None  # a closed session holds no buffers but its cache's
+        super()._detach()
+
     def _synchronise(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
     def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
         """One decode forward on the current cache: `ids [B, 1]` → logits `[B, V]`; rows not `real [B]` add nothing."""
-        if self.decode != "eager":
+        if self.decode != "eager" and ids.shape[1] == 1:
             if self._fixed is None or not self._fixed.serves(self._current().full_layers):
                 self.prepare(AHEAD)
             if self._fixed is not None:
@@ -136,6 +145,8 @@ class Stepping(Hooks):
         real = mask.bool().cpu() if mask is not None else torch.ones(ids.shape, dtype=torch.bool)
         before = cache.real if cache.real is not None else torch.zeros(ids.shape[0], dtype=torch.long)
         position_ids = (before[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
+        if self._fixed is not None and not self._fixed.serves(cache.full_layers, ids.shape[1]):
+            self._fixed = None  # so that buffers that are about to be replaced can be freed
         any_real, last = real.any(1), ids.shape[1] - 1 - real.flip(1).long().argmax(1)
         first_kept = int(last[any_real].min()) if bool(any_real.any()) else ids.shape[1] - 1
         previous, device = cache.logits, self.model.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,51 @@ def test_what_follows_goes_on_from_a_fixed_step_as_from_an_eager_one():
             found.append((appended, session.generate(7).tokens, tokens, last))
     assert torch.allclose(found[0][0], found[1][0], atol=1e-4)
     assert found[0][1:] == found[1][1:]
+
+
+def test_a_cache_that_does_not_go_is_not_stepped_with_the_step_of_another(monkeypatch):
+    model, found, inner = small_model(), [], fixed.FixedStep
+    monkeypatch.setattr("kvcompress.stepping.FixedStep", lambda model, layers, how: inner(model, layers, "static"))
+    for decode in ("eager", "auto"):
+        with compress(model, AdaKV(budget=20, window=3), decode=decode) as session:
+            session.prefill(random_ids(1, 12))  # shorter than the budget: dense
+            session.generate(3)
+            fits = session.cache
+            session.prefill(random_ids(1, 60))
+            session.generate(3)
+            ragged, logits = session.cache, []
+            for cache in (fits, ragged, fits, ragged):
+                session.cache = cache
+                logits.append(session.step(torch.tensor([[7]])))
+            found.append((torch.stack(logits), fits.kept_tokens(), ragged.kept_tokens()))
+    assert all(torch.allclose(a.float(), b.float(), atol=1e-4) for a, b in zip(*found, strict=True))
+
+
+def test_buffers_that_have_been_replaced_are_freed_with_the_append_that_replaces_them():
+    with compress(small_model(), Full(), decode="static") as session:
+        session.prefill(random_ids(1, 30))
+        session.generate(4)
+        before = weakref.ref(session.cache.full_layers[0].store.channels["keys"])
+        session.append(random_ids(1, 90))
+        assert before() is None
+        session.generate(4)
+        before = weakref.ref(session.cache.full_layers[0].store.channels["keys"])
+    session.cache = None
+    assert before() is None
+
+
+def test_a_closed_session_takes_no_step_and_several_tokens_go_as_in_the_eager_step():
+    model, found = small_model(), []
+    for decode in ("eager", "static"):
+        with compress(model, Full(), decode=decode) as session:
+            session.prefill(random_ids(1, 30))
+            session.generate(3)
+            session.step(random_ids(1, 2, seed=1))
+            found.append((session.step(torch.tensor([[7]])), session.cache.get_seq_length()))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-4) and found[0][1] == found[1][1]
+    for work in (lambda: session.step(torch.tensor([[7]])), lambda: session.prepare(3)):
+        with pytest.raises(ValueError, match="the session is closed"):
+            work()
 
 
 def test_steps_without_a_generation_make_room_as_they_come():
