@@ -148,7 +148,7 @@ def unfit(cache: Any) -> str | None:
 
 
 class Compiling(ValueError):
-    """The step of a model cannot be compiled."""
+    """The step of a model cannot be compiled or captured."""
 
 
 _compiled: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -269,7 +269,13 @@ class FixedStep:
             self._run = lambda: made(*inputs)
             self._run()  # loads what was compiled
         elif how == "graph":
-            self._run = captured(self._run)
+            try:
+                self._run = captured(self._run)
+            except RuntimeError as fault:  # torch's own are such: a step that waits for the device cannot be captured
+                if is_oom(fault):
+                    raise
+                said = str(fault).splitlines() or [type(fault).__name__]
+                raise Compiling(f"the step of {model.config.model_type!r} cannot be captured ({said[0]})") from fault
         for store in self.stores:  # what trying it out has written
             store.clear_spare()
 

@@ -44,6 +44,10 @@ class ShadowReader(PagedReader):
 
     def __post_init__(self) -> None:
         self.check()
+        if self.page_size < 2:
+            raise ValueError(
+                "page_size=1 makes each key its own landmark; a chunk has at least 2 tokens (the paper: 8)"
+            )
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} holds nothing of a key; at least 1 (the paper: 160)")
         if self.outliers < 0 or self.local < 0:

@@ -203,6 +203,23 @@ def test_heads_of_different_lengths_are_refused_when_they_are_known():
             session.generate(3)
 
 
+@torch.no_grad()
+def test_a_step_that_cannot_be_captured_is_refused_and_memory_that_does_not_do_is_not_called_that(monkeypatch):
+    model = small_model()
+    with compress(model, SnapKV(budget=8, window=4)) as session:
+        session.prefill(random_ids(1, 20))
+        layers = session.cache.full_layers
+        for layer in layers:
+            layer.held().fix(4)
+        for fault, raised, words in (
+            (RuntimeError("operation not permitted when stream is capturing\nmore"), fixed.Compiling, "not permitted"),
+            (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "out of memory"),
+        ):
+            monkeypatch.setattr(fixed, "captured", lambda run, fault=fault: (_ for _ in ()).throw(fault))
+            with pytest.raises(raised, match=words):
+                fixed.FixedStep(model, layers, "graph")
+
+
 def test_unknown_ways_and_a_graph_without_its_device_are_refused():
     with pytest.raises(ValueError, match="decode='fast'; valid: eager, static, compiled, graph, auto"):
         compress(small_model(), Full(), decode="fast")

@@ -210,6 +210,7 @@ def test_device_bytes_are_factors_landmarks_and_what_stays():
     [
         (lambda: ShadowKV(budget=4), "budget=4 tokens is less than one page.*at least 8"),
         (lambda: ShadowKV(budget=64, rank=0), "rank=0 holds nothing of a key"),
+        (lambda: ShadowKV(budget=64, page_size=1), "page_size=1 makes each key its own landmark"),
         (lambda: ShadowKV(budget=64, outliers=-1), "outliers=-1, local=4: numbers of chunks"),
         (lambda: ShadowKV(budget=64, codec=Int8()), "makes keys from factors.*codec=plain"),
         (lambda: SnapKV(budget=0.5, reader=ShadowReader(budget=64)), "holds their keys together.*eviction per head"),
