@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvcompress import compat
 from kvcompress.forward import Forward
 from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block, visible
-from kvcompress.layouts import DenseStore
+from kvcompress.layouts import DenseStore, RaggedStore
 from kvcompress.machine import is_oom
 
 Tensor = torch.Tensor
@@ -133,8 +133,10 @@ def unfit(cache: Any) -> str | None:
     for layer in cache.full_layers:
         if layer.store is None:
             return "nothing is held yet"
+        if isinstance(layer.store, RaggedStore):
+            return f"layer {layer.index} holds different numbers of tokens in its rows or heads, as allocators per head leave"
         if not isinstance(layer.store, DenseStore) or layer.blocks is not None or layer.sealed:
-            return f"layer {layer.index} holds rows or heads of different lengths, or another form than keys and values"
+            return f"layer {layer.index} holds another form than keys and values"
         if {*layer.store.channels} < {"keys", "values", "positions"} or layer.store.get("keys").shape[
             1
         ] != layer.store.heads:

@@ -193,8 +193,7 @@ class Runner:
         shown = "" if score is None else f" score {score:.3f}"
         if outcome.status != "dry":
             self.console.print(
-                f"{outcome.method} budget {outcome.budget}: {outcome.status}{shown}"
-                + (f" · {outcome.note}" if outcome.note else ""),
+                f"{outcome.name}: {outcome.status}{shown}" + (f" · {outcome.note}" if outcome.note else ""),
                 highlight=False,
                 markup=False,
             )
@@ -313,13 +312,13 @@ def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = F
         leaderboard([dict(found) for found in stored], terminal())
     unbegun = [outcome for outcome in outcomes if outcome.status in ("refused", "dropped")]
     for status in ("refused", "dropped") if len(unbegun) < len(outcomes) else ():
-        names = [f"{outcome.method} budget {outcome.budget}" for outcome in unbegun if outcome.status == status]
+        names = [outcome.name for outcome in unbegun if outcome.status == status]
         if names:
             text = f"{status}: {', '.join(names)} (said above why)"
             console.print(text, style="red" if status == "refused" else "yellow", highlight=False, markup=False)
     for outcome in outcomes:
         if outcome not in unbegun and (outcome.failed or outcome.status in ("stale", "running")):
-            text = f"{outcome.status}: {outcome.method} budget {outcome.budget} {outcome.run_id} {outcome.note}"
+            text = f"{outcome.status}: {outcome.name} {outcome.run_id} {outcome.note}"
             console.print(text, style="red" if outcome.failed else "yellow", highlight=False, markup=False)
     if interrupted:
         return 130

@@ -101,7 +101,6 @@ class Session(Stepping):
         self.compressor.clock = Clock()
         self.compressor.kernels.clear()
         self._fixed = self._eager_for = None
-        self.stepped["ready_s"] = 0.0
         start = time.perf_counter()
         if how is None and self.shared is not None and self.shared.serves(cache, segments, mask):
             prefilled = self.shared.hand_over(self, cache)

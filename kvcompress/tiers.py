@@ -138,13 +138,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="h100-sxm", help=", ".join(figures()["devices"]))
     parser.add_argument("--link", action="append", help=", ".join(figures()["links"]) + "; default: all")
     args = parser.parse_args(arguments)
+    records, code = [], 0
+    for path in args.records:
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            print(f"tiers: {path} is left out: {error}", file=sys.stderr)
+            code = 1
+            continue
+        if record.get("kv.read_bytes_per_token") is None:
+            print(
+                f"tiers: {path} is left out: no bytes were read, its status is {record.get('status')}", file=sys.stderr
+            )
+            continue
+        records.append(record)
+    records.sort(
+        key=lambda record: (str(record.get("method")), str(record.get("variant")), -float(record["budget"] or 0))
+    )
     try:
-        records = [json.loads(path.read_text(encoding="utf-8")) for path in args.records]
         print(table(records, args.device, args.link or list(figures()["links"])))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"tiers: {error}", file=sys.stderr)
         return 1
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -43,6 +43,11 @@ class Outcome:
     folder: Path | None = None
 
     @property
+    def name(self) -> str:
+        """The method, what differs from its own settings where that is known, and the budget."""
+        return " ".join(filter(None, (self.method, self.record.get("variant"), f"budget {self.budget}")))
+
+    @property
     def failed(self) -> bool:
         return self.status in ("failed", "oom", "refused", "partial")
 
@@ -173,6 +178,10 @@ class Cell:
     def open(self) -> bool:
         return self.outcome is None
 
+    def _stepping(self) -> str:
+        decode = str(self.config.decode)
+        return "" if decode == "eager" else f"decode={decode}"
+
     def settle(self, status: str, found: Mapping[str, Any] | None = None, note: str = "") -> Outcome:
         """What became of it."""
         self.outcome = Outcome(
@@ -276,7 +285,7 @@ class Cell:
             "device": self.identity["device"],
             "metric": f"{self.task.metric}/{self.task.metric_version}",
             "parts.preset": self.method.preset,
-            "variant": self.method.variant(),
+            "variant": " ".join(filter(None, (self.method.variant(), self._stepping()))),
             "protocol.chunking": parts["prefill"],
             "protocol.shared": shared,
             "protocol.task_version": self.task.version,

@@ -166,6 +166,11 @@ def flags(record: dict[str, Any]) -> list[str]:
         found.append(f"thinking unfinished {record['protocol.unfinished_share']:.0%}")
     if record.get("protocol.hit_max_share"):
         found.append(f"hit-max {record['protocol.hit_max_share']:.0%}")
+    read, full = record.get("kv.read_bytes_per_token"), record.get("kv.bytes_full")
+    if record.get("parts.reader") not in (None, "all") and read and full:
+        found.append(f"reads {read / full:.0%}")
+    if record.get("kv.bytes_host"):
+        found.append(f"{record['kv.bytes_host'] / 2**20:.1f} MiB on the host")
     return found
 
 

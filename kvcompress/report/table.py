@@ -98,6 +98,8 @@ def legend(records: Iterable[Record]) -> str:
     shared = any(record.get("protocol.shared") for record in records)
     text = LEGEND + (TIMES_LEGEND if timed else NO_TIMES_LEGEND if shared else "")
     beside = [name for name, _ in _beside(records)]
+    if any(record.get("parts.reader") not in (None, "all") for record in records):
+        text += " · reads: bytes per decoded token, as a share of the full cache's"
     text += (BESIDE_LEGEND if beside else "") + (AGAIN_LEGEND if "A/A" in beside else "")
     return text + (DRIFT_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
 
