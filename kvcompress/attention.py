@@ -9,6 +9,7 @@ with L x block, never L x L. On a GPU attention mass is summed beside SDPA by a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -175,11 +176,7 @@ def attend(
     cut = blocks(n, q[unit[0], unit[2]], keys, logits=math)
     ends = [seen_at_most(store, forward, rows.stop, n) if ordered else store.length for rows in cut]
     if not math:
-        output = q.new_empty(*q.shape[:3], values.shape[-1])
-        for rows, last in zip(cut, ends, strict=True):
-            allowed = visible(positions[..., :last], queries[:, rows], features.window)
-            block = q[:, :, rows], keys[:, :, :last], values[:, :, :last]
-            output[:, :, rows] = sdpa_block(*block, allowed, features.scaling)
+        output = _by_sdpa(q, keys, values, positions, queries, features, cut, ends)
         return layer.expand(output) if layer.absorbed else output, None
     mass = weights = None
     if observe_mass:
@@ -191,6 +188,24 @@ def attend(
     if mass is not None:
         compressor.add_mass(layer, mass, forward)
     return layer.expand(output) if layer.absorbed else output, None
+
+
+def _by_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    queries: Tensor,
+    features: Features,
+    cut: Sequence[slice],
+    ends: Sequence[int],
+) -> Tensor:
+    """Output `[B, H, n, D_v]`, a block of queries of `cut` after the other, each over the first columns up to its end."""
+    output = q.new_empty(*q.shape[:3], v.shape[-1])
+    for rows, last in zip(cut, ends, strict=True):
+        allowed = visible(positions[..., :last], queries[:, rows], features.window)
+        output[:, :, rows] = sdpa_block(q[:, :, rows], k[:, :, :last], v[:, :, :last], allowed, features.scaling)
+    return output
 
 
 def _attend_and_sum(
@@ -213,10 +228,8 @@ def _attend_and_sum(
     if both is not None:
         output, lse = both
     else:
-        output = q.new_empty(*q.shape[:3], values.shape[-1])
-        for rows in blocks(n, q, keys, logits=False):
-            allowed = visible(positions, asked[:, rows], features.window)
-            output[:, :, rows] = sdpa_block(q[:, :, rows], keys, values, allowed, features.scaling)
+        cut = blocks(n, q, keys, logits=False)
+        output = _by_sdpa(q, keys, values, positions, asked, features, cut, [keys.shape[2]] * len(cut))
     ordered = store.kind == "dense" and forward.fusion is None
     mass = triton_mass.mass(q, keys, asked, positions, features, ordered, plain, weights, lse)
     compressor.add_mass(layer, mass, forward)
