@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from kvcompress.method import Method
 from kvcompress.methods import METHODS
 
+ROOT = Path(__file__).parent.parent
 THROUGH_MODEL = sorted(name for name, cls in METHODS.items() if not cls().make_prefill().needs_segments)
 EXACT = [name for name in THROUGH_MODEL if METHODS[name]().parts().codec.name == "plain"]
 CODED = sorted(name for name, cls in METHODS.items() if cls().parts().codec.name != "plain")  # hold another form
@@ -136,3 +139,12 @@ def row_of(compressed: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
 
 
 BY_HEAD = [name for name in CODED if not coded(name).parts().codec.joint]  # those that evictions go with
+
+
+def load_script(name: str) -> Any:
+    """A command of `scripts/` as a module of its own."""
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import load_script
 
 from kvcompress.bench import CHECKS, EVICTION, Overhead, Row, measurements, plan
 from kvcompress.bench_peers import Peers, backends, worker
@@ -107,12 +108,7 @@ def test_the_plan_takes_each_checks_lengths_unless_told():
 
 @pytest.fixture
 def script():
-    path = Path(__file__).parent.parent / "scripts" / "bench.py"
-    spec = importlib.util.spec_from_file_location("bench_script", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench")
 
 
 def test_the_command_prints_a_table_and_writes_everything_to_json(script, tmp_path, capsys):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import load_script
 
 from kvcompress import bench_kernels, gpu_checks, roofline
 from kvcompress.bench_kernels import KERNELS, Kernels, Shape
@@ -23,12 +22,7 @@ def known_rates(monkeypatch):
 
 @pytest.fixture
 def script():
-    path = Path(__file__).parent.parent / "scripts" / "bench.py"
-    spec = importlib.util.spec_from_file_location("bench_script", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench")
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 2, 3, 32, 300), Shape(1, 1, 1, 64, 17)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from helpers import load_script
 
 from kvcompress import describe
 from kvcompress.config import method_classes
@@ -18,10 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def script():
-    spec = importlib.util.spec_from_file_location("method_table", ROOT / "scripts" / "method_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("method_table")
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import load_script
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "new_method.md").read_text(encoding="utf-8")
@@ -19,10 +19,7 @@ BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re
 
 
 def script():
-    spec = importlib.util.spec_from_file_location("new_method", ROOT / "scripts" / "new_method.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("new_method")
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import drawn_filters
+from helpers import load_script
 from reference import Choice, Loop, MaskedReference, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, SIZES, follow
@@ -114,12 +113,7 @@ def only_files(monkeypatch, filters_for_random_models, tmp_path):
 
 
 def script():
-    spec = importlib.util.spec_from_file_location(
-        "calibrate_qfilters", Path(__file__).parents[2] / "scripts" / "calibrate_qfilters.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("calibrate_qfilters")
 
 
 def test_a_model_without_filters_is_refused_with_the_command_that_makes_them(only_files):
