@@ -10,15 +10,15 @@ __all__ = ["CompressedCache", "Session", "compress", "load"]
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: a command line that only prints help should not wait for them
     if name in ("Session", "compress"):
-        from kvcompress import session
+        from kvcompress.hook import session
 
         return getattr(session, name)
     if name == "CompressedCache":
-        from kvcompress.cache import CompressedCache
+        from kvcompress.cache.cache import CompressedCache
 
         return CompressedCache
     if name == "load":
-        from kvcompress.models import load
+        from kvcompress.models.loading import load
 
         return load
     raise AttributeError(f"module 'kvcompress' has no attribute {name!r}")

@@ -17,11 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcompress import models
-from kvcompress.method import Method
-from kvcompress.methods import METHODS
-from kvcompress.passes import tokenizer_of
-from kvcompress.requests import (
+from kvcompress.data.lm_eval_requests import (
     Completion,
     Continuation,
     check_rolling,
@@ -30,7 +26,11 @@ from kvcompress.requests import (
     draw_seed,
     log_likelihoods,
 )
-from kvcompress.session import compress
+from kvcompress.hook.auxiliary import tokenizer_of
+from kvcompress.hook.session import compress
+from kvcompress.method import Method
+from kvcompress.methods import METHODS
+from kvcompress.models import loading
 
 try:
     from lm_eval import utils
@@ -195,14 +195,14 @@ class CompressedLM(Encoding, TemplateLM):
         if held_back < 0:
             raise ValueError(f"held_back={held_back}; at least 0 tokens")
         if isinstance(pretrained, str):
-            pretrained, loaded = models.load(pretrained, dtype, device)
+            pretrained, loaded = loading.load(pretrained, dtype, device)
             tokenizer = tokenizer or loaded
         tokenizer = tokenizer or tokenizer_of(pretrained)
         if tokenizer is None:
             raise ValueError("this model did not come from kvcompress.load: give its tokenizer too")
         Encoding.__init__(self, tokenizer, max_length or resolve_max_length(pretrained.config, tokenizer))
         self.model, self.kernel, self.held_back, self.seed = pretrained, kernel, held_back, seed
-        self.stop = models.eos_ids(pretrained, tokenizer)
+        self.stop = loading.eos_ids(pretrained, tokenizer)
         self._device = pretrained.device
         self._seen: list[tuple[bool, float]] = []
 

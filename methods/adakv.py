@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.allocators import evenly, largest_remainder, occupancy
 from kvcompress.method import Allocator, Tensor
+from kvcompress.method.apportion import evenly, largest_remainder, occupancy
 from kvcompress.methods.snapkv import SnapKV
 
 

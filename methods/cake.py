@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.allocators import evenly, occupancy, proportional
-from kvcompress.budget import protect
 from kvcompress.method import Allocator, LayerView, Needs, Observed, Schedule, Tensor
+from kvcompress.method.apportion import evenly, occupancy, proportional
+from kvcompress.method.budget import protect
 from kvcompress.methods.snapkv import SnapKV, WindowScorer
 
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompress.method import LayerView, Observed, State, Tensor
+from kvcompress.method.scorers import ScorerOver
 from kvcompress.methods.snapkv import SnapKV
-from kvcompress.scorers import ScorerOver
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvcompress.method import GroupReduce, LayerView, Needs, Observed, Scorer, Tensor, reduce_group
+from kvcompress.method.scorers import ScorerOver
 from kvcompress.methods.h2o import H2O
 from kvcompress.methods.snapkv import SnapKV
 from kvcompress.methods.tova import TOVA
-from kvcompress.scorers import ScorerOver
 
 
 @dataclass(frozen=True)

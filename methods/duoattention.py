@@ -1,7 +1,7 @@
 """DuoAttention: few heads need the whole context, the others sinks and recent tokens (Xiao et al., ICLR 2025, 2410.10819).
 
 Which heads they are is measured once per model on synthetic passkeys by `scripts/calibrate_duo.py` and kept in
-`methods/data/duoattention/`; the paper trains a gate per head instead (its section 2.2).
+`kvcompress/calibrate/data/duoattention/`; the paper trains a gate per head instead (its section 2.2).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.allocators import occupancy
-from kvcompress.budget import MOST_TOKENS
+from kvcompress.calibrate.duo import head_order
 from kvcompress.method import Allocator, LayerView, Method, Observed, Schedule, Scorer, State, Tensor
-from kvcompress.methods.duo_calibration import head_order
+from kvcompress.method.apportion import occupancy
+from kvcompress.method.budget import MOST_TOKENS
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvcompress import compat
-from kvcompress.budget import Budget, is_unlimited
-from kvcompress.jsonl import content_hash
+from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
+from kvcompress.calibrate.head_profile import unstable_heads
+from kvcompress.data.jsonl import content_hash
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor
-from kvcompress.methods.flexicache_profile import unstable_heads
-from kvcompress.pages import PagedReader, PageIndex, top_pages
+from kvcompress.method.budget import Budget, is_unlimited
+from kvcompress.models import compat
 
 PAGE = 16
 Classes = tuple[tuple[bool, ...], ...]

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvcompress import compat
 from kvcompress.method import Codec, Method, Slots, Tensor
+from kvcompress.models import compat
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kvcompress.budget import Budget, is_unlimited
+from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor
-from kvcompress.pages import PagedReader, PageIndex, top_pages
+from kvcompress.method.budget import Budget, is_unlimited
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from kvcompress.method import (
-    Chunked,
-    LayerView,
-    Method,
-    Observed,
-    OneShot,
-    Prefill,
-    Schedule,
-    Scorer,
-    State,
-    Tensor,
-)
+from kvcompress.method import Chunked, LayerView, Method, Observed, OneShot, Prefill, Schedule, Scorer, State, Tensor
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from kvcompress.compat import head_sizes
 from kvcompress.method import Codec, GroupedCodec, Method, Tensor
-from kvcompress.packing import check_bits, dequantise, pack, quantise, unpack
+from kvcompress.method.packing import check_bits, dequantise, pack, quantise, unpack
+from kvcompress.models.compat import head_sizes
 
 
 @dataclass(frozen=True)

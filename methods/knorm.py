@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.allocators import evenly
 from kvcompress.method import Allocator, LayerView, Method, Observed, Scorer, State, Tensor
+from kvcompress.method.apportion import evenly
 
 
 @dataclass(frozen=True)

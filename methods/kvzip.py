@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.allocators import evenly, occupancy
 from kvcompress.method import Allocator, LayerView, Method, Needs, Observed, Pass, Scorer, State, Tensor, Uniform
+from kvcompress.method.apportion import evenly, occupancy
 from kvcompress.methods.adakv import Ada
 
 MARK = "\u27e8context\u27e9"  # stands for the user's words while the chat template is taken apart

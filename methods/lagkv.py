@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.budget import protect
 from kvcompress.method import LayerView, Method, Observed, Schedule, Scorer, State, Tensor
+from kvcompress.method.budget import protect
 
 EPSILON = 1e-6  # of a channel that does not vary within a reference chunk
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvcompress import lowrank, mla
-from kvcompress.latents import GroupLatents, JointLatent, Latents, spread
-from kvcompress.lowrank import Allocation, Basis, CalibrationText, Side, allocate
+from kvcompress.calibrate import latent_attention, low_rank
+from kvcompress.calibrate.low_rank import Allocation, Basis, CalibrationText, Side, allocate
 from kvcompress.method import Codec, Method, Plain, Slots, Tensor
-from kvcompress.packing import check_bits, dequantise, pack, quantise, unpack
+from kvcompress.method.latents import GroupLatents, JointLatent, Latents, spread
+from kvcompress.method.packing import check_bits, dequantise, pack, quantise, unpack
 
 Form = Literal["palu", "mla"]
 POSITION = 4  # bytes of a token's position in a layer, where all heads hold the same
@@ -44,7 +44,7 @@ class LowRankCodec(Codec):
     rope_dims: int | None = None
     allocation: Allocation = "energy"
     bits: int | None = None
-    text: str = lowrank.OWN
+    text: str = low_rank.OWN
     tokens: int = 4096
     length: int = 256
     seed: int = 0
@@ -90,16 +90,16 @@ class LowRankCodec(Codec):
             return self
         layers: dict[int, Latents] = {}
         if self.form == "palu":
-            factors = lowrank.stored(model, self.calibration, self.head_group)
+            factors = low_rank.stored(model, self.calibration, self.head_group)
             ranks = self.ranks(factors.sides, model.dtype.itemsize)
             for layer in factors.layers:
                 keys, values = (factors.sides[layer, name].cut(ranks[layer, name]) for name in ("keys", "values"))
                 layers[layer] = GroupLatents(self._spread(keys), self._spread(values), self.head_group)
         else:
-            bases = mla.stored(model, self.calibration, self.rope_dims)
-            ranks = self.ranks(mla.spectra(bases), model.dtype.itemsize, bases)
+            bases = latent_attention.stored(model, self.calibration, self.rope_dims)
+            ranks = self.ranks(latent_attention.spectra(bases), model.dtype.itemsize, bases)
             for layer, basis in bases.items():
-                cut = basis.cut(ranks[layer, mla.SIDE])
+                cut = basis.cut(ranks[layer, latent_attention.SIDE])
                 layers[layer] = JointLatent(
                     cut.rope, self._spread(cut.keys), self._spread(cut.values), float(cut.ratio) ** 2
                 )
@@ -110,7 +110,7 @@ class LowRankCodec(Codec):
         return basis if self.bits is None else basis @ spread(basis.shape[-1])
 
     def ranks(
-        self, sides: Mapping[Side, Basis], item: float, bases: Mapping[int, mla.JointBasis] | None = None
+        self, sides: Mapping[Side, Basis], item: float, bases: Mapping[int, latent_attention.JointBasis] | None = None
     ) -> dict[Side, int]:
         """Rank per layer and side: what was asked for, or as much as the budget's bytes allow.
 
@@ -216,8 +216,8 @@ class LowRank(Method):
         rope_dims: numbers of all heads' keys together that keep their rotation in form=mla; None for one head's.
         bits: 2, 4 or 8 quantise every token's latent, spread by a Hadamard matrix (Palu, section 3.3), with a scale and
             a zero; None holds it in the model's own precision. The rotated part of form=mla is never quantised.
-        allocation: "uniform" ranks, or by "energy" (see `kvcompress.lowrank.allocate`).
-        text, tokens, length, seed: what is measured on (see `kvcompress.lowrank.CalibrationText`).
+        allocation: "uniform" ranks, or by "energy" (see `kvcompress.calibrate.low_rank.allocate`).
+        text, tokens, length, seed: what is measured on (see `kvcompress.calibrate.low_rank.CalibrationText`).
     """
 
     family = "low rank"
@@ -235,7 +235,7 @@ class LowRank(Method):
     rope_dims: int | None = None
     allocation: Allocation = "energy"
     bits: int | None = None
-    text: str = lowrank.OWN
+    text: str = low_rank.OWN
     tokens: int = 4096
     length: int = 256
     seed: int = 0

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.allocators import occupancy
 from kvcompress.method import Allocator, LayerView, Observed, Tensor
+from kvcompress.method.apportion import occupancy
 from kvcompress.methods.snapkv import SnapKV
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress import calibration
+from kvcompress.calibrate import calibration
 from kvcompress.method import LayerView, Method, Observed, Schedule, Scorer, State, Tensor
 
 KIND = "qfilters"
@@ -126,7 +126,7 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> Tensor:
     projections positive (section 3.2); a KV head takes the mean of its query heads' (as the released code does, which
     draws 3,000 queries; all count here). Layers without full attention have zeros.
     """
-    from kvcompress.session import compress
+    from kvcompress.hook.session import compress
 
     total: dict[tuple[int, str], Tensor] = {}
     with compress(model, _Calibration()) as session:

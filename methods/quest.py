@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from kvcompress.budget import Budget, is_unlimited
+from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor, reduce_group
-from kvcompress.pages import PagedReader, PageIndex, top_pages
+from kvcompress.method.budget import Budget, is_unlimited
 
 PAGE = 16
 GroupChoice = Literal["none", "max", "mean"]

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvcompress import compat
-from kvcompress.budget import Budget, is_unlimited
+from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor
-from kvcompress.pages import PagedReader, PageIndex, top_pages
+from kvcompress.method.budget import Budget, is_unlimited
+from kvcompress.models import compat
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from kvcompress.budget import protect
 from kvcompress.method import GroupReduce, LayerView, Method, Needs, Observed, Scorer, State, Tensor, reduce_group
+from kvcompress.method.budget import protect
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvcompress.compat import head_sizes
 from kvcompress.method import Codec, Method, Slots, Tensor
-from kvcompress.packing import check_bits, pack, unpack
-from kvcompress.rotate import gaussian, orthogonal
+from kvcompress.method.orthogonal import gaussian, orthogonal
+from kvcompress.method.packing import check_bits, pack, unpack
+from kvcompress.models.compat import head_sizes
 
 ITERATIONS = 2000
 

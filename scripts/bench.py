@@ -112,22 +112,24 @@ def _beside_plain(parser: argparse.ArgumentParser) -> None:
 def beside_plain(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from kvcompress import bench, load, measure
-    from kvcompress.bench_peers import check, methods_of
+    from kvcompress import load
+    from kvcompress.bench import overhead
+    from kvcompress.bench.peers import check, methods_of
+    from kvcompress.measure import measuring
 
     methods, lengths = methods_of(args.methods), [int(n) for n in args.lengths.split(",") if n]
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
     rows = []
-    with measure.threads(args.threads):
-        facts = measure.hardware(model.device)
+    with measuring.threads(args.threads):
+        facts = measuring.hardware(model.device)
         step = getattr(args, "step", "eager")
-        runner = bench.Overhead(model, methods, args.pairs, args.tokens, args.seed, judge=False, step=step)
+        runner = overhead.Overhead(model, methods, args.pairs, args.tokens, args.seed, judge=False, step=step)
         for length in lengths:
             for name in methods:
                 rows.append(runner.run(check(args.command, name), length))
                 write(args, facts, rows)
     console = Console()
-    Console(width=max(100, console.width)).print(bench.table(rows))
+    Console(width=max(100, console.width)).print(overhead.table(rows))
     return 0
 
 
@@ -138,25 +140,27 @@ def peers(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from kvcompress import bench_peers, load, measure
+    from kvcompress import load
+    from kvcompress.bench import peers
+    from kvcompress.measure import measuring
 
-    whats = [args.only] if args.only else list(bench_peers.WHATS)
-    if not set(whats) <= set(bench_peers.WHATS):
-        raise ValueError(f"--only {args.only!r}; valid: {', '.join(bench_peers.WHATS)}")
-    there = bench_peers.backends()
+    whats = [args.only] if args.only else list(peers.WHATS)
+    if not set(whats) <= set(peers.WHATS):
+        raise ValueError(f"--only {args.only!r}; valid: {', '.join(peers.WHATS)}")
+    there = peers.backends()
     if args.quantized not in ("auto", "none", *there):
         raise ValueError(f"--quantized {args.quantized!r}: not installed or unknown; here: {', '.join(there)}, none")
     backend = there[0] if args.quantized == "auto" else args.quantized
-    methods, lengths = bench_peers.methods_of(args.methods), [int(n) for n in args.lengths.split(",") if n]
+    methods, lengths = peers.methods_of(args.methods), [int(n) for n in args.lengths.split(",") if n]
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
     console, rows = Console(width=max(120, Console().width)), []
-    with measure.threads(args.threads) as threads, ExitStack() as stack:
-        facts = measure.hardware(model.device)
-        runner = bench_peers.Peers(model, methods, args.pairs, args.tokens, args.seed)
+    with measuring.threads(args.threads) as threads, ExitStack() as stack:
+        facts = measuring.hardware(model.device)
+        runner = peers.Peers(model, methods, args.pairs, args.tokens, args.seed)
         other = None
         if args.kvpress is not None:
             script = Path(__file__).with_name("kvpress_worker.py")
-            other = stack.enter_context(bench_peers.worker(args.kvpress, script, model, threads))
+            other = stack.enter_context(peers.worker(args.kvpress, script, model, threads))
             facts["kvpress"] = other.versions
         for what in whats:
             for length in lengths:
@@ -172,7 +176,7 @@ def peers(args: argparse.Namespace) -> int:
     out = Table(
         "peer", "side", "what", "tokens", "to its plain", "quartiles", "A/A", "plain", "side's", "KV bytes", box=SIMPLE
     )
-    for cells in bench_peers.lines(rows):
+    for cells in peers.lines(rows):
         out.add_row(*cells)
     console.print(out)
     if other is not None:
@@ -192,10 +196,12 @@ def bars() -> Progress:
 def overhead(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from kvcompress import bench, load, measure
+    from kvcompress import load
+    from kvcompress.bench import overhead
+    from kvcompress.measure import measuring
     from kvcompress.methods import H2O, METHODS, AdaKV, Full, SnapKV
 
-    planned = bench.plan(filter(None, args.only.split(",")), [int(n) for n in args.lengths.split(",") if n])
+    planned = overhead.plan(filter(None, args.only.split(",")), [int(n) for n in args.lengths.split(",") if n])
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
     methods = {
         "full": Full(),
@@ -207,22 +213,22 @@ def overhead(args: argparse.Namespace) -> int:
         **{name.lower(): cls(budget=0.25) for name, cls in METHODS.items() if cls.budget_kind == "held_tokens"},
     }
     console = Console()
-    with measure.threads(args.threads) as threads, bars() as progress:
-        facts = measure.hardware(model.device)
+    with measuring.threads(args.threads) as threads, bars() as progress:
+        facts = measuring.hardware(model.device)
         console.print(
             f"{args.model} {args.dtype} on {facts['device']}, {threads} threads of {facts['cores']} cores, "
             f"{args.pairs} pairs beside A/A, {model.config._attn_implementation} attention and DynamicCache as baseline"
         )
-        task = progress.add_task("overhead", total=bench.measurements(planned, args.pairs))
+        task = progress.add_task("overhead", total=overhead.measurements(planned, args.pairs))
         judge = (args.model, args.dtype, model.device.type) == ("smollm2", "float32", "cpu")
         step = partial(progress.advance, task)
-        runner = bench.Overhead(model, methods, args.pairs, args.tokens, args.seed, step, judge)  # type: ignore[arg-type]
+        runner = overhead.Overhead(model, methods, args.pairs, args.tokens, args.seed, step, judge)  # type: ignore[arg-type]
         rows = []
         for check, length in planned:
             progress.update(task, description=f"{check.name} at {length}")
             rows.append(runner.run(check, length))
             write(args, facts, rows)
-    Console(width=max(100, console.width)).print(bench.table(rows))
+    Console(width=max(100, console.width)).print(overhead.table(rows))
     return 1 if any(row.missed for row in rows) else 0
 
 
@@ -231,8 +237,8 @@ def sweep(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from kvcompress import measure
-    from kvcompress.sweep_bench import BUDGETS, METHODS, MODES, SweepBench
+    from kvcompress.bench.sweep import BUDGETS, METHODS, MODES, SweepBench
+    from kvcompress.measure import measuring
 
     methods = args.methods.split(",") if args.methods else METHODS
     budgets = [json.loads(budget) for budget in args.budgets.split(",")] if args.budgets else BUDGETS
@@ -240,14 +246,14 @@ def sweep(args: argparse.Namespace) -> int:
     if not set(modes) <= set(MODES):
         raise ValueError(f"--modes {args.modes!r}; valid: {', '.join(MODES)}")
     console, totals = Console(width=140), []
-    with measure.threads(args.threads) as threads, tempfile.TemporaryDirectory() as folder:
+    with measuring.threads(args.threads) as threads, tempfile.TemporaryDirectory() as folder:
         console.print(
             f"{args.model} on {threads} threads: {len(methods)} methods x {len(budgets)} budgets, {args.samples} needle "
             f"samples of {args.length} tokens, {args.new} new tokens",
             highlight=False,
         )
-        bench = SweepBench(Path(folder), args.model, methods, budgets, args.length, args.new, args.samples)
-        for total in bench.run(modes):
+        overhead = SweepBench(Path(folder), args.model, methods, budgets, args.length, args.new, args.samples)
+        for total in overhead.run(modes):
             totals.append(total)
             console.print(
                 f"{total.mode:16} {total.seconds:7.1f} s, CPU {total.cpu:7.1f} s: {total.ratio:.3f} ({total.cpu_ratio:.3f}) "
@@ -265,7 +271,9 @@ def generation(args: argparse.Namespace) -> int:
     """0, or 1 where a method held more than budget and interval or became slower along the output."""
     from rich.console import Console
 
-    from kvcompress import load, longrun, measure
+    from kvcompress import load
+    from kvcompress.bench import longrun
+    from kvcompress.measure import measuring
     from kvcompress.method import Schedule
     from kvcompress.methods import METHODS
     from kvcompress.report.decode import draw_sawtooth
@@ -281,10 +289,10 @@ def generation(args: argparse.Namespace) -> int:
     methods = {name: known[name](budget=args.budget, schedule=schedule) for name in names}
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
     console = Console()
-    facts = measure.hardware(model.device)
+    facts = measuring.hardware(model.device)
     traces: list[longrun.Trace] = []
     flats: list[longrun.Flat] = []
-    with measure.threads(args.threads) as threads, bars() as progress:
+    with measuring.threads(args.threads) as threads, bars() as progress:
         console.print(
             f"{args.model} {args.dtype} on {facts['device']}, {threads} threads of {facts['cores']} cores, budget "
             f"{args.budget}, interval {args.interval}, {args.prompt} + {args.tokens} tokens"
@@ -317,7 +325,9 @@ def chunked(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from kvcompress import bench_chunked, load, measure
+    from kvcompress import load
+    from kvcompress.bench import chunked
+    from kvcompress.measure import measuring
     from kvcompress.methods import METHODS
 
     names = list(filter(None, args.methods.split(",")))
@@ -327,10 +337,10 @@ def chunked(args: argparse.Namespace) -> int:
     methods = [METHODS[name](budget=args.budget) for name in names]
     model, _ = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
     console, rows = Console(), []
-    with measure.threads(args.threads) as threads:
-        facts = measure.hardware(model.device)
+    with measuring.threads(args.threads) as threads:
+        facts = measuring.hardware(model.device)
         for method in methods:
-            rows.append(bench_chunked.compare(model, method, args.length, args.chunk, args.seed))
+            rows.append(chunked.compare(model, method, args.length, args.chunk, args.seed))
             write(args, facts, rows)
     title = (
         f"{args.model} {args.dtype} on {facts['device']}, {threads} threads: a prompt of {args.length} tokens, budget "
@@ -338,7 +348,7 @@ def chunked(args: argparse.Namespace) -> int:
     )
     heads = "method,most held / stored,limit; MiB,peak growth,at once,ratio,seconds,off at 1.0".split(",")
     out = Table(*(head.replace(";", ",") for head in heads), box=SIMPLE, title=title)
-    for cells in bench_chunked.lines(rows):
+    for cells in chunked.lines(rows):
         out.add_row(*cells)
     Console(width=max(120, console.width)).print(out)
     return 0 if all(row.within for row in rows) else 1
@@ -348,18 +358,19 @@ def kernels(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from kvcompress import bench_kernels, measure
+    from kvcompress.bench import kernels
+    from kvcompress.measure import measuring
 
     sizes = [int(n) for n in args.tokens.split(",") if n]
-    shapes, rows = [bench_kernels.Shape(args.batch, args.kv, args.group, args.dim, n) for n in sizes], []
-    with measure.threads(args.threads):
+    shapes, rows = [kernels.Shape(args.batch, args.kv, args.group, args.dim, n) for n in sizes], []
+    with measuring.threads(args.threads):
         device = "cuda" if args.device == "auto" and torch.cuda.is_available() else args.device.replace("auto", "cpu")
-        facts = measure.hardware(torch.device(device))
-        bench = bench_kernels.Kernels(device, getattr(torch, args.dtype), args.pairs, args.bits, seed=args.seed)
-        for row in bench_kernels.run(bench, [name for name in args.only.split(",") if name], shapes):
+        facts = measuring.hardware(torch.device(device))
+        overhead = kernels.Kernels(device, getattr(torch, args.dtype), args.pairs, args.bits, seed=args.seed)
+        for row in kernels.run(overhead, [name for name in args.only.split(",") if name], shapes):
             rows.append(row)
             write(args, facts, rows)
-    Console(width=max(150, Console().width)).print(bench_kernels.table(rows))
+    Console(width=max(150, Console().width)).print(kernels.table(rows))
     return 0
 
 
@@ -367,7 +378,7 @@ def gpu(args: argparse.Namespace) -> int:
     """0 if nothing was missed; 1 if so; 2 without CUDA if it is required."""
     import torch
 
-    from kvcompress import gpu_checks
+    from kvcompress.bench import gpu_checks
 
     if not torch.cuda.is_available():
         print(f"no CUDA device here; on one this command checks\n{gpu_checks.plan()}")

@@ -1,6 +1,6 @@
 """Measure which heads of a model retrieve, for DuoAttention and allocator=duo: one small file per model.
 
-python scripts/calibrate_duo.py --model smollm2                                a file in methods/data/duoattention/
+python scripts/calibrate_duo.py --model smollm2                                a file in kvcompress/calibrate/data/duoattention/
 python scripts/calibrate_duo.py --model owner/name --device cuda --dtype bfloat16 --lengths 4000,8000 --out FILE
 """
 
@@ -31,8 +31,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
-    from kvcompress import calibration, load
-    from kvcompress.methods.duo_calibration import FOLDER, calibrate
+    from kvcompress import load
+    from kvcompress.calibrate import calibration
+    from kvcompress.calibrate.duo import FOLDER, calibrate
 
     try:
         model, tokenizer = load(args.model, dtype=args.dtype, device=args.device)

@@ -42,7 +42,8 @@ def read(path: Path, tokenizer: Any, args: argparse.Namespace) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
-    from kvcompress import calibration, load
+    from kvcompress import load
+    from kvcompress.calibrate import calibration
     from kvcompress.methods import qfilters
 
     try:

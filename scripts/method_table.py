@@ -18,13 +18,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(arguments)
 
-    from kvcompress import describe
+    from kvcompress.sweep import method_table
 
     readme, page = ROOT / "README.md", ROOT / "docs" / "methods.md"
     try:
         texts = {
-            readme: describe.inserted(readme.read_text(encoding="utf-8"), describe.short_table()),
-            page: describe.page(),
+            readme: method_table.inserted(readme.read_text(encoding="utf-8"), method_table.short_table()),
+            page: method_table.page(),
         }
     except ValueError as error:
         print(f"method_table: {error}", file=sys.stderr)

@@ -32,19 +32,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
-    from kvcompress import calibration, load
-    from kvcompress.methods import flexicache_profile
+    from kvcompress import load
+    from kvcompress.calibrate import calibration, head_profile
 
     length = args.prompt + args.steps + 1
     try:
         model, tokenizer = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
         if args.text is None:
-            texts = flexicache_profile.prose(tokenizer, args.texts, length, args.seed)
+            texts = head_profile.prose(tokenizer, args.texts, length, args.seed)
             source = f"generated prose, seeds {args.seed} to {args.seed + args.texts - 1}"
         else:
-            texts = flexicache_profile.pieces(tokenizer, args.text.read_text(encoding="utf-8"), args.texts, length)
+            texts = head_profile.pieces(tokenizer, args.text.read_text(encoding="utf-8"), args.texts, length)
             source = args.text.name
-        tensors, said = flexicache_profile.profile(
+        tensors, said = head_profile.profile(
             model, texts, prompt=args.prompt, pages=args.pages, page_size=args.page_size, unstable=args.unstable
         )
     except (OSError, ValueError) as error:
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         **calibration.made("profile_heads.py", given),
     }
     name = args.model.strip("/").replace("/", "--")
-    folder = calibration.folders(flexicache_profile.KIND, flexicache_profile.DATA)[0]
+    folder = calibration.folders(head_profile.KIND, head_profile.DATA)[0]
     out = args.out or folder / f"{name}.safetensors"
     calibration.save(out, model, tensors, provenance)
     halves = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in said.get("halves", {}).items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from kvcompress.task import Task
+from kvcompress.data.task import Task
 
 
 def discover() -> dict[str, type[Task]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcompress.reasoning import Reasoning
+from kvcompress.data.reasoning import Reasoning
 
 
 @dataclass(frozen=True, kw_only=True)

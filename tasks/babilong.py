@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import yaml
 
-from kvcompress import hub, jsonl
-from kvcompress.rows import Asked, RowsTask
-from kvcompress.task import Sample
+from kvcompress.data import hub, jsonl
+from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.task import Sample
 
 
 @lru_cache(maxsize=1)

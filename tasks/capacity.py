@@ -1,7 +1,7 @@
 """Capacity: requests served at fixed memory, simulated from times and bytes measured in the same run.
 
 Prompts, compression and decode steps of several requests are measured for the method and for the full cache in turn;
-a simulation of continuous batching with Poisson arrivals (`kvcompress.capacity`) says how many requests a memory
+a simulation of continuous batching with Poisson arrivals (`kvcompress.measure.serving_simulation`) says how many requests a memory
 serves, and how many of them within targets. It is checked against one real batched run of a size between the measured.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar
 
-from kvcompress import capacity, capacity_points, footprint, latency
-from kvcompress.grid import MeasuredTask
-from kvcompress.latency import FULL, OURS, Shape
-from kvcompress.task import Sample, Turn
+from kvcompress.data.grid import MeasuredTask
+from kvcompress.data.task import Sample, Turn
+from kvcompress.measure import capacity_points, footprint, latency, serving_simulation
+from kvcompress.measure.latency import FULL, OURS, Shape
 
 SATURATED = ("tokens_per_s", "requests_per_s", "running_mean")
 
@@ -115,7 +115,9 @@ class Capacity(MeasuredTask):
         tpot = self.tpot or self.slack * whole.step(1)
         details: dict[str, Any] = {"targets": {"ttft_s": ttft, "tpot_s": tpot}, "memory": memory}
         for name, cost in costs.items():
-            served = capacity.serve(cost, memory, self.output, ttft, tpot, self.rates, self.requests, self.seed)
+            served = serving_simulation.serve(
+                cost, memory, self.output, ttft, tpot, self.rates, self.requests, self.seed
+            )
             agrees = capacity_points.agreement(found[name], self.check, self.output)
             details[name] = served | {"agreement": agrees, "extrapolated": served["slots"] > batches[-1]}
         last = found[OURS][-1]

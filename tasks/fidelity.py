@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress import jsonl, prompts
-from kvcompress.drift import along, answered
-from kvcompress.generate import pick
-from kvcompress.haystack import Encoder, frame, prose_ids
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.data import jsonl, prompts
+from kvcompress.data.divergence import along, answered
+from kvcompress.data.haystack import Encoder, frame, prose_ids
+from kvcompress.data.task import Sample, Task, Turn
+from kvcompress.hook.generation import pick
 
 FIELDS = ("text", "context", "input", "problem", "question")
 POINTS = 16  # of a curve by position: runs of neighbours are averaged

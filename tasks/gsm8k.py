@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvcompress.reasoning import Reasoning
+from kvcompress.data.reasoning import Reasoning
 
 
 @dataclass(frozen=True, kw_only=True)

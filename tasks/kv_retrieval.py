@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvcompress import jsonl, metrics
-from kvcompress.rows import Asked, RowsTask
-from kvcompress.task import Sample
+from kvcompress import metrics
+from kvcompress.data import jsonl
+from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.task import Sample
 
 # nelson-liu/lost-in-the-middle 04cbd0d (MIT), prompts/kv_retrieval*.prompt, as its tests state them
 HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\n{aware}JSON data:\n"

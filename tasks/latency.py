@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, ClassVar
 
-from kvcompress import latency, roofline
-from kvcompress.grid import GridTask
-from kvcompress.latency import FULL, OURS, Shape
-from kvcompress.task import Sample
+from kvcompress.data.grid import GridTask
+from kvcompress.data.task import Sample
+from kvcompress.measure import latency, roofline
+from kvcompress.measure.latency import FULL, OURS, Shape
 
 FIGURES = ("ttft_s", "prefill_s", "compress_s", "tpot_s", "tokens_per_s", "decode_tokens_per_s")
 RATIOS = ("ttft", "tpot", "total")

@@ -2,7 +2,7 @@
 
 lm-eval gives documents, prompts, filters and metrics; prompts are tokenised as its HFLM does. One sample is one
 document with all its requests. Of a continuation that is scored the context is compressed first
-(`kvcompress.requests`); a text to be completed is a prompt like any other, compressed when it ends.
+(`kvcompress.data.lm_eval_requests`); a text to be completed is a prompt like any other, compressed when it ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress import prompts
-from kvcompress.lm_eval_index import SEED, Loaded, load
-from kvcompress.measure import PeakMemory
-from kvcompress.record import digest
-from kvcompress.requests import (
+from kvcompress.data import prompts
+from kvcompress.data.lm_eval_index import SEED, Loaded, load
+from kvcompress.data.lm_eval_requests import (
     Completion,
     Continuation,
     check_rolling,
@@ -33,7 +31,9 @@ from kvcompress.requests import (
     log_likelihoods,
     prompt_of,
 )
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.data.task import Sample, Task, Turn
+from kvcompress.measure.measuring import PeakMemory
+from kvcompress.sweep.record import digest
 
 PERCENT = ("bleu", "chrf", "chrf++")  # metrics of lm-eval whose best value is 100
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 import yaml
 
-from kvcompress import hub, jsonl, metrics, prompts
-from kvcompress.rows import Asked, RowsTask
-from kvcompress.task import Sample, Task, Turn, of_suite
+from kvcompress import metrics
+from kvcompress.data import hub, jsonl, prompts
+from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.task import Sample, Task, Turn, of_suite
 
 FIELDS = ("input", "context", "answers", "all_classes", "length")
 HUB = (

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 import yaml
 
-from kvcompress import hub
-from kvcompress.haystack import Encoder, frame
-from kvcompress.rows import Asked, RowsTask
-from kvcompress.task import Sample, Turn
+from kvcompress.data import hub
+from kvcompress.data.haystack import Encoder, frame
+from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.task import Sample, Turn
 
 ANSWER_TOKENS, COT_TOKENS = 128, 1024
 CHOICES = "ABCD"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvcompress import jsonl
-from kvcompress.rows import Asked, RowsTask
-from kvcompress.task import Sample
+from kvcompress.data import jsonl
+from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.task import Sample
 
 MARK = "\nNow the record is over."  # where the question begins; the prompts are in the file
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from kvcompress import jsonl, metrics, prompts
-from kvcompress.haystack import ADJECTIVES, NOUNS, Encoder, fill, follow_up, frame, load_haystack
-from kvcompress.task import Sample, Task, Turn
+from kvcompress import metrics
+from kvcompress.data import jsonl, prompts
+from kvcompress.data.haystack import ADJECTIVES, NOUNS, Encoder, fill, follow_up, frame, load_haystack
+from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.tasks import kv_retrieval, needle
 
 FORMS = {  # metric and tokens of an answer, unless told otherwise
@@ -58,7 +59,7 @@ class MultiQuestion(Task):
         form: "needles" (a magic number per question in a haystack), "kv_retrieval" (keys of one JSON object) or "rows"
             (JSON Lines: `context`, and `questions` or SCBench's `multi_turns`, each with `question` or `input` and
             `answers` or `answer`).
-        turns: "independent", "session" or "gold", see `kvcompress.task.TURNS`.
+        turns: "independent", "session" or "gold", see `kvcompress.data.task.TURNS`.
         n_questions: on each context; of rows at most.
         lengths: tokens of the context and one question, at most; n_samples: per length (needles).
         haystack, essays: as in `task=needle`.

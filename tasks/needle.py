@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from kvcompress import metrics, prompts
-from kvcompress.haystack import ADJECTIVES, NOUNS, Encoder, Haystack, essays_folder, fill, frame, load_haystack
-from kvcompress.task import Sample, Task, Turn
+from kvcompress import metrics
+from kvcompress.data import prompts
+from kvcompress.data.haystack import ADJECTIVES, NOUNS, Encoder, Haystack, essays_folder, fill, frame, load_haystack
+from kvcompress.data.task import Sample, Task, Turn
 
 RULER_NEEDLE = "One of the special magic numbers for {key} is: {value}."
 RULER_HEAD = (

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvcompress import jsonl, metrics
-from kvcompress.rows import Asked, RowsTask
-from kvcompress.task import Sample
+from kvcompress import metrics
+from kvcompress.data import jsonl
+from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.task import Sample
 
 # jy-yuan/KIVI 52f7615 (MIT), long_context_example.py
 QUESTION, ANSWER = "What is the pass key?", " The pass key is "

@@ -22,15 +22,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress import jsonl, passages, prompts
-from kvcompress.drift import along, answered
-from kvcompress.haystack import Encoder, frame
-from kvcompress.kvstore import store_of
-from kvcompress.measure import PeakMemory, quartiles, synchronize
+from kvcompress.data import jsonl, passages, prompts
+from kvcompress.data.divergence import along, answered
+from kvcompress.data.haystack import Encoder, frame
+from kvcompress.data.task import Sample, Task, Turn
+from kvcompress.measure.measuring import PeakMemory, quartiles, synchronize
+from kvcompress.method.parts import OneShot, Prefill
 from kvcompress.metrics.scores import normalise, qa_f1, token_f1
-from kvcompress.parts import OneShot, Prefill
-from kvcompress.prefix import PrefixReuse
-from kvcompress.task import Sample, Task, Turn
+from kvcompress.reuse.kv_store import store_of
+from kvcompress.reuse.prefix import PrefixReuse
 
 SOURCES = {  # files inside paths.data, the first that is there
     "musique_s": ("cacheblend/musique_s.json",),
@@ -81,7 +81,7 @@ class Rag(Task):
 
     Attributes:
         source: "musique_s" (CacheBlend's file), "hotpotqa", "2wikimqa", "musique" (LongBench's) inside `paths.data`, or
-            a file of your own, absolute or inside it; fields as in `kvcompress/passages.py`.
+            a file of your own, absolute or inside it; fields as in `kvcompress/data/passages.py`.
         max_tokens: of a prompt at most, question and instructions included; None: passages stay whole.
         fit: how passages are made to fit: "drop" (whole ones) or "cut" (each at its end).
         n_passages: of a prompt at most; None: all.

@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 
 import yaml
 
-from kvcompress import jsonl, metrics, prompts, ruler
-from kvcompress.haystack import load_haystack
-from kvcompress.questions import read_questions
-from kvcompress.task import Sample, Task, Turn, of_suite
+from kvcompress import metrics
+from kvcompress.data import jsonl, prompts, ruler
+from kvcompress.data.haystack import load_haystack
+from kvcompress.data.questions import read_questions
+from kvcompress.data.task import Sample, Task, Turn, of_suite
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvcompress import record
+from kvcompress.sweep import record
 
 BASELINE = {"parts.scorer": "none", "parts.allocator": "uniform"}
 MB = 1_000_000

@@ -7,8 +7,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from kvcompress import config
-from kvcompress.launcher.compose import compose_once_per_choice
+from kvcompress.sweep import config
+from kvcompress.sweep.launcher.compose import compose_once_per_choice
 
 _made: dict[Any, Any] = {}
 

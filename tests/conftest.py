@@ -9,7 +9,8 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kvcompress import calibration, load, lowrank  # noqa: E402
+from kvcompress import load  # noqa: E402
+from kvcompress.calibrate import calibration, low_rank
 
 torch.set_num_threads(1)
 
@@ -48,7 +49,7 @@ def drawn_filters(model):
 def measured_elsewhere(tmp_path_factory):
     """What low-rank methods measure on small models does not go into the user's folder; each is measured once."""
     patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("lowrank")
-    patch.setattr(lowrank, "folder", lambda: folder)
+    patch.setattr(low_rank, "folder", lambda: folder)
     yield
     patch.undo()
 

@@ -11,7 +11,7 @@ from kvcompress.kernels.blockwise import Features, group_queries, logits_block
 from kvcompress.kernels.triton_decode import MOST_SPLITS, PROGRAMS
 
 if TYPE_CHECKING:
-    from kvcompress.layouts.blocks import Unit
+    from kvcompress.cache.layouts.quantized_groups import Unit
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,7 @@ from kvcompress.kernels import triton_decode
 from kvcompress.kernels.blockwise import Features
 
 if TYPE_CHECKING:
-    from kvcompress.layouts import PagedStore
+    from kvcompress.cache.layouts import PagedStore
 
 Tensor = torch.Tensor
 

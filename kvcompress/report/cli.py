@@ -12,17 +12,17 @@ from rich.console import Console
 from kvcompress.report.command import from_hydra
 from kvcompress.report.curves import draw_all
 from kvcompress.report.decode import draw_speed
-from kvcompress.report.entries import Entry, gather
-from kvcompress.report.equal import draw_equal
+from kvcompress.report.external_tables import markdown as markdown_others
+from kvcompress.report.external_tables import relevant, show
 from kvcompress.report.frame import others
-from kvcompress.report.fronts import draw_fronts
 from kvcompress.report.heatmap import draw
-from kvcompress.report.others import markdown as markdown_others
-from kvcompress.report.others import relevant, show
+from kvcompress.report.iso_bytes import draw_equal
 from kvcompress.report.page import write_page
+from kvcompress.report.pareto import draw_fronts
 from kvcompress.report.reuse import draw_reuse
 from kvcompress.report.reuse import markdown as markdown_reuse
 from kvcompress.report.reuse import show as show_reuse
+from kvcompress.report.run_index import Entry, gather
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
 

@@ -145,7 +145,7 @@ def from_hydra() -> Commands:
     """Commands in terms of this version's configuration groups."""
     from omegaconf import OmegaConf
 
-    from kvcompress.config import check_overrides, composing, folder, options
+    from kvcompress.sweep.config import check_overrides, composing, folder, options
 
     def compose(chosen: Sequence[str]) -> Mapping[str, Any]:
         check_overrides(chosen, folder())  # makes Hub ids known

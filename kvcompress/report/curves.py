@@ -10,10 +10,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from kvcompress.record import is_baseline
-from kvcompress.report.entries import Entry, by_model, several
+from kvcompress.report.external import points
 from kvcompress.report.figure import head, plotting, quiet, save
-from kvcompress.report.foreign import points
+from kvcompress.report.run_index import Entry, by_model, several
 from kvcompress.report.series import (
     COLOURS,
     CONTEXT,
@@ -26,6 +25,7 @@ from kvcompress.report.series import (
     spread,
     unlimited,
 )
+from kvcompress.sweep.record import is_baseline
 
 FLOOR = 1e-6  # divergences below are rounding of float32 logits
 SIZE = 8  # of text, in points

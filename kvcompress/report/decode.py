@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvcompress.report.entries import Entry, label, ordered
 from kvcompress.report.figure import broken, plotting, save
+from kvcompress.report.run_index import Entry, label, ordered
 from kvcompress.report.series import COLOURS
 
 SHORTEST = 256  # tokens an output needs for its speed to be drawn
@@ -19,7 +19,7 @@ STRETCH = 64  # tokens whose median is one point
 
 
 def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
-    """Write a figure of what traces (`kvcompress.longrun.Trace`, or dicts of one) held, in MiB and tokens per head.
+    """Write a figure of what traces (`kvcompress.bench.longrun.Trace`, or dicts of one) held, in MiB and tokens per head.
 
     The full cache's line leaves the panel: the axis ends where the budget and one interval are seen well.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcompress.report import stats
-from kvcompress.report.entries import Entry, Loaded, baselines, flags, gather
+from kvcompress.report.run_index import Entry, Loaded, baselines, flags, gather
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -161,10 +161,10 @@ def others(published: str | Path | None, foreign: Sequence[str | Path], skipped:
     wanted += [("load_foreign", path) for path in foreign]
     if not wanted:
         return []
-    if find_spec("kvcompress.report.foreign") is None:
+    if find_spec("kvcompress.report.external") is None:
         skipped.extend(f"{path}: this version reads no results of others" for _, path in wanted)
         return []
-    module = import_module("kvcompress.report.foreign")
+    module = import_module("kvcompress.report.external")
     rows: list[Record] = []
     for name, path in wanted:
         try:

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvcompress.report.entries import Entry, budget_of, label, named, ordered
 from kvcompress.report.figure import broken, head, plotting, save
+from kvcompress.report.run_index import Entry, budget_of, label, named, ordered
 
 COLOURS = "cividis"  # even in lightness and made for colour-blind readers; bright is good
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from kvcompress.report import samples
 from kvcompress.report.command import Commands
-from kvcompress.report.entries import Loaded
 from kvcompress.report.page_data import build
+from kvcompress.report.run_index import Loaded
 from kvcompress.report.samples import plain
 
 CHARTS = "vendor/echarts-6.1.0.min.js.gz"

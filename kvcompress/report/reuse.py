@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcompress.report.curves import FLOOR, SIZE, about
-from kvcompress.report.entries import Entry
 from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.report.run_index import Entry
 from kvcompress.report.series import COLOURS, MARKERS, Record
 
 WAYS = {"full": "full prefill", "prefix": "prefix reuse"}

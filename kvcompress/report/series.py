@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcompress.record import FINISHED, is_baseline
-from kvcompress.report.entries import named
+from kvcompress.report.run_index import named
+from kvcompress.sweep.record import FINISHED, is_baseline
 
 Record = dict[str, Any]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcompress.report.entries import flags, named, ordered, several
+from kvcompress.report.run_index import flags, named, ordered, several
 
 Record = dict[str, Any]
 MISSING = "–"

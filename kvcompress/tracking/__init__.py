@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvcompress.record import read_record
+from kvcompress.sweep.record import read_record
 from kvcompress.tracking.content import Unreachable, read
 
 logger = logging.getLogger(__name__)

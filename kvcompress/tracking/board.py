@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcompress.report.entries import Entry, flags, gather, ordered
+from kvcompress.report.run_index import Entry, flags, gather, ordered
 
 SAID = ("model", "task", "method", "variant", "budget")  # of every run
 MEASURED = (  # only of runs that count
@@ -71,8 +71,8 @@ def table(entries: list[Entry]) -> tuple[list[str], list[list[Any]]]:
 def draw(entries: list[Entry], folder: Path) -> list[tuple[str, Path]]:
     """Every figure the records allow, as PNG."""
     from kvcompress.report.curves import about, draw_all
-    from kvcompress.report.fronts import draw_fronts
     from kvcompress.report.heatmap import draw as draw_heat
+    from kvcompress.report.pareto import draw_fronts
 
     found: list[tuple[str, Path]] = []
     groups: dict[str, list[Entry]] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvcompress import tracking
-from kvcompress.report.entries import gather
+from kvcompress.report.run_index import gather
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

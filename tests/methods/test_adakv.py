@@ -12,7 +12,7 @@ from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, follow
 
 from kvcompress import compress
-from kvcompress.layouts import RaggedStore
+from kvcompress.cache.layouts import RaggedStore
 from kvcompress.methods import H2O, AdaKV, SnapKV
 from kvcompress.methods.adakv import Ada
 

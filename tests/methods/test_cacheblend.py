@@ -7,13 +7,15 @@ import torch
 from helpers import all_held, make
 from small_models import ARCHITECTURES, HYBRID, LATENT, random_ids, small_model
 
-from kvcompress import blend, chunks, compat, compress
-from kvcompress.kvstore import Damaged, KVStore
+from kvcompress import compress
 from kvcompress.methods import CacheBlend, Full, SnapKV
 from kvcompress.methods.cacheblend import Blended
 from kvcompress.methods.int8 import Int8Codec
 from kvcompress.methods.kivi import KIVICodec
-from kvcompress.record import is_baseline
+from kvcompress.models import compat
+from kvcompress.reuse import chunk_loader, selective_recompute
+from kvcompress.reuse.kv_store import Damaged, KVStore
+from kvcompress.sweep.record import is_baseline
 
 LENGTHS = (4, 16, 16, 16, 8)  # prefix, three chunks, question
 CONTEXT, TOTAL = sum(LENGTHS[:-1]), sum(LENGTHS)
@@ -56,14 +58,14 @@ def passing(monkeypatch):
     """Which tokens each layer of the last fused forward computed, filled in as it runs."""
     found = []
 
-    class Spied(blend.Fusion):
+    class Spied(selective_recompute.Fusion):
         def fuse(self, layer, keys, values):
             if layer == 0:
                 found.clear()
             found.append(list(range(self.length)) if self.passing is None else self.passing.tolist())
             return super().fuse(layer, keys, values)
 
-    monkeypatch.setattr(blend, "Fusion", Spied)
+    monkeypatch.setattr(selective_recompute, "Fusion", Spied)
     return found
 
 
@@ -213,7 +215,7 @@ def test_unselected_rows_behind_the_check_layer_are_the_reused_ones_bit_for_bit(
     model, segments = model_of(architecture), prompt()
     with compress(model, CacheBlend(ratio=0.3)) as session:
         session.prefill(segments)
-        found, _ = chunks.precompute(session, segments[:-1])
+        found, _ = chunk_loader.precompute(session, segments[:-1])
         for layer in session.full_layers:
             if layer <= 1:
                 continue
@@ -261,7 +263,7 @@ def test_a_chunk_put_elsewhere_is_one_prefilled_at_those_positions(architecture)
     """Rotated rows of the store equal a stock prefill with shifted position ids; values do not move at all."""
     model, ids, shift = model_of(architecture), random_ids(1, 12), 41
     with compress(model, CacheBlend()) as session:
-        keys, values = chunks.chunk_rows(session, ids, [1])
+        keys, values = chunk_loader.chunk_rows(session, ids, [1])
         rotations = session.reuse_rotations
     text, cache = torch.cat([torch.tensor([[1]]), ids], 1), compat.DynamicCache()
     model(text, position_ids=torch.arange(13)[None] + shift - 1, cache=cache, use_cache=True)
@@ -644,7 +646,7 @@ def test_presets_are_what_their_sources_do():
 
 def test_a_run_with_reuse_is_no_baseline_and_shares_no_prefill():
     """Sweeps run it alone, and say why; boards measure it against the full cache."""
-    from kvcompress.shared import cannot_share
+    from kvcompress.hook.shared_prefill import cannot_share
 
     assert cannot_share(CacheBlend()) == "prefill=cacheblend is its own"
     record = {"status": "ok", **{f"parts.{k}": v for k, v in CacheBlend().parts().names().items()}}

@@ -14,9 +14,9 @@ from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, follow
 
 from kvcompress import compress
-from kvcompress.allocators import largest_remainder, proportional
-from kvcompress.layouts import RankedStore
+from kvcompress.cache.layouts import RankedStore
 from kvcompress.method import Chunked
+from kvcompress.method.apportion import largest_remainder, proportional
 from kvcompress.methods import CAKE, H2O, SnapKV
 from kvcompress.methods.cake import Preference, published
 

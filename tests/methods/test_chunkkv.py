@@ -145,7 +145,7 @@ def test_reused_layers_keep_what_their_leader_keeps():
 
 def test_reused_layers_observe_nothing():
     """What a follower does is look up its leader's tokens: no attention of the window is computed for it."""
-    from kvcompress.observed import LayerObserved
+    from kvcompress.hook.observed import LayerObserved
 
     asked, original = [], LayerObserved.window
 

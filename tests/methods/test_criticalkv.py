@@ -12,14 +12,16 @@ from small_models import ARCHITECTURES, left_padded, random_ids, small_model
 from test_adakv import LoopAdaKV
 from test_references import SIZES, compare, follow
 
-from kvcompress import compat, compress, observed
+from kvcompress import compress
+from kvcompress.hook import observed
+from kvcompress.hook.observed import projected_norms
 from kvcompress.method import Allocator, Chunked, Schedule
 from kvcompress.methods import AdaKV, CriticalKV, SnapKV
 from kvcompress.methods.adakv import Ada
 from kvcompress.methods.cake import Preference
 from kvcompress.methods.criticalkv import PerturbationScorer
 from kvcompress.methods.snapkv import WindowScorer
-from kvcompress.observed import projected_norms
+from kvcompress.models import compat
 
 
 class Twice:

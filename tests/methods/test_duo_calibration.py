@@ -11,16 +11,8 @@ import torch
 from reference import MaskedReference
 from small_models import small_model
 
-from kvcompress.methods.duo_calibration import (
-    agreement,
-    calibrate,
-    head_order,
-    measure,
-    passkey_sample,
-    ranks,
-    retrieval,
-)
-from kvcompress.models import byte_tokenizer, random_model
+from kvcompress.calibrate.duo import agreement, calibrate, head_order, measure, passkey_sample, ranks, retrieval
+from kvcompress.models.loading import byte_tokenizer, random_model
 
 TOKENIZER = byte_tokenizer(4096)
 

@@ -15,10 +15,10 @@ from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, follow
 
 from kvcompress import compress
-from kvcompress.budget import MOST_TOKENS
+from kvcompress.calibrate.duo import FOLDER, head_order, identity, ranks, same_model
 from kvcompress.method import Chunked
+from kvcompress.method.budget import MOST_TOKENS
 from kvcompress.methods import H2O, DuoAttention, Full, SnapKV, StreamingLLM
-from kvcompress.methods.duo_calibration import FOLDER, head_order, identity, ranks, same_model
 from kvcompress.methods.duoattention import HeadClasses
 
 OPTIONS = {"sinks": 2, "window": 4, "heads": "random"}
@@ -243,7 +243,7 @@ def test_a_file_is_found_by_its_model_and_refused_for_another(tmp_path, monkeypa
     scores = [[0.1, 0.5], [0.9, 0.2], [0.2, 0.3]]
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"format": 1, "model": {"name": "mine", **identity(model)}, "scores": scores}))
-    monkeypatch.setattr("kvcompress.methods.duo_calibration.FOLDER", tmp_path)
+    monkeypatch.setattr("kvcompress.calibrate.duo.FOLDER", tmp_path)
     expected = ((5, 1), (0, 3), (4, 2))
     assert head_order("calibrated", model) == ranks(scores) == expected
     for dtype in (torch.bfloat16, torch.float16):

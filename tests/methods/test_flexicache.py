@@ -12,10 +12,12 @@ from pages_reference import attended, loop_top, mask_of, watch
 from reference import MaskedReference
 from small_models import left_padded, random_ids, small_model
 
-from kvcompress import calibration, compress, pages
+from kvcompress import compress
+from kvcompress.cache import pages
+from kvcompress.calibrate import calibration
+from kvcompress.calibrate.head_profile import DATA, KIND, least_stable, overlap, profile, trace, unstable_heads
 from kvcompress.methods import KIVI, AdaKV, FlexiCache, Full, Int8, Quest
 from kvcompress.methods.flexicache import FlexiCacheReader
-from kvcompress.methods.flexicache_profile import DATA, KIND, least_stable, overlap, profile, trace, unstable_heads
 
 SIZE = 4
 

@@ -124,7 +124,7 @@ def test_without_decay_nothing_is_multiplied():
 
 def test_a_long_decay_forgets_in_full_precision():
     """A weight many queries away is the power itself, not a product of rounded factors."""
-    from kvcompress.forward import Forward
+    from kvcompress.cache.forward import Forward
 
     positions = torch.arange(100_000, dtype=torch.int32)[None]
     forward = Forward("prompt", 100_000, None, positions, torch.tensor([100_000]), positions)

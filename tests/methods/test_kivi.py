@@ -12,9 +12,9 @@ from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
 
 from kvcompress import compress
-from kvcompress.budget import NotTogether
-from kvcompress.layouts.blocks import Unit
+from kvcompress.cache.layouts.quantized_groups import Unit
 from kvcompress.method import Plain, Schedule
+from kvcompress.method.budget import NotTogether
 from kvcompress.methods import CAKE, H2O, KIVI, AdaKV, Full, Int8, SnapKV
 from kvcompress.methods.kivi import KIVICodec
 

@@ -20,8 +20,8 @@ from kvcompress.methods.adakv import Ada
 from kvcompress.methods.cake import Preference
 from kvcompress.methods.kvzip import Global, turn
 from kvcompress.methods.pyramidkv import Pyramid
-from kvcompress.models import load
-from kvcompress.random_models import byte_tokenizer
+from kvcompress.models.loading import load
+from kvcompress.models.random_models import byte_tokenizer
 
 WORDS = {"instruction": "say", "continuation": "on", "answer": ":"}
 OPTIONS = {"chunk": 11, "postfix": 3, "sinks": 2, **WORDS}
@@ -320,7 +320,7 @@ def test_illegal_settings_are_refused(options):
 
 def test_passes_count_as_compression_and_hold_no_second_cache(monkeypatch):
     """The report's time covers them; a layer's copy is gone before the next layer's is made."""
-    from kvcompress.passes import PassLayer
+    from kvcompress.hook.auxiliary import PassLayer
 
     model, alive = small_model(), []
     stock = PassLayer.update

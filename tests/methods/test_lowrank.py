@@ -12,11 +12,13 @@ from reference import stock_logits
 from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
 
-from kvcompress import compat, compress, lowrank, mla
-from kvcompress.codec import Slots
-from kvcompress.latents import GroupLatents, JointLatent, spread
+from kvcompress import compress
+from kvcompress.calibrate import latent_attention, low_rank
+from kvcompress.method.codec import Slots
+from kvcompress.method.latents import GroupLatents, JointLatent, spread
 from kvcompress.methods import Full, LowRank, SnapKV, StreamingLLM
 from kvcompress.methods.lowrank import LowRankCodec
+from kvcompress.models import compat
 
 TEXT = {"tokens": 512, "length": 64}
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "phi3", "gemma2", "smollm3"]
@@ -178,7 +180,7 @@ def test_the_matrix_that_spreads_is_orthogonal_and_flat(rank):
 
 def test_spread_latents_quantise_better():
     """Principal components differ in size: as they are, the largest set the scale and the others are lost."""
-    from kvcompress.packing import dequantise, quantise
+    from kvcompress.method.packing import dequantise, quantise
 
     x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(1, -1, 32)
     turned = x @ spread(32)
@@ -237,7 +239,7 @@ def joint(rank, rope_dims=6, heads=2, dim=8, value_dim=10):
     torch.manual_seed(0)
     x = torch.randn(500, heads * (dim + value_dim), dtype=torch.float64) @ torch.randn(36, 36, dtype=torch.float64)
     pairs = torch.stack([torch.arange(4), torch.arange(4) + 4], 1)
-    basis = mla.joint_basis(x.T @ x / 500, heads, dim, value_dim, pairs, rope_dims)
+    basis = latent_attention.joint_basis(x.T @ x / 500, heads, dim, value_dim, pairs, rope_dims)
     cut = basis.cut(rank)
     return JointLatent(cut.rope.double(), cut.keys.double(), cut.values.double(), float(cut.ratio) ** 2)
 
@@ -439,7 +441,7 @@ def test_stored_bases_are_used_again(monkeypatch):
         with compress(model, method):
             pass
         with monkeypatch.context() as patch:
-            patch.setattr(lowrank, "outputs", lambda *a: pytest.fail("measured again"))
-            patch.setattr(mla, "outputs", lambda *a: pytest.fail("measured again"))
+            patch.setattr(low_rank, "outputs", lambda *a: pytest.fail("measured again"))
+            patch.setattr(latent_attention, "outputs", lambda *a: pytest.fail("measured again"))
             with compress(model, method):
                 pass

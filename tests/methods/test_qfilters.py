@@ -12,7 +12,8 @@ from reference import Choice, Loop, MaskedReference, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, SIZES, follow
 
-from kvcompress import calibration, compress
+from kvcompress import compress
+from kvcompress.calibrate import calibration
 from kvcompress.methods import QFilters
 from kvcompress.methods.qfilters import DATA, KIND, calibrate
 

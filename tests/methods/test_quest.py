@@ -12,10 +12,10 @@ from reference import MaskedReference, stock_logits
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
-from kvcompress.layouts import PagedStore
+from kvcompress.cache.layouts import PagedStore
+from kvcompress.cache.pages import PageIndex
 from kvcompress.methods import H2O, KIVI, AdaKV, Full, Int8, Quest, SnapKV, TurboQuant
 from kvcompress.methods.quest import QuestReader
-from kvcompress.pages import PageIndex
 
 MODEL = small_model()
 

@@ -7,10 +7,11 @@ import torch
 from pages_reference import attended, watch
 from small_models import left_padded, random_ids, small_model
 
-from kvcompress import compress, pages
-from kvcompress.budget import NotTogether
-from kvcompress.layouts import Rebuilt
+from kvcompress import compress
+from kvcompress.cache import pages
+from kvcompress.cache.layouts import Rebuilt
 from kvcompress.method import Reader
+from kvcompress.method.budget import NotTogether
 from kvcompress.methods import Full, Int8, ShadowKV, SnapKV
 from kvcompress.methods.shadowkv import ShadowReader
 

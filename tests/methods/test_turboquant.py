@@ -10,10 +10,10 @@ from helpers import all_held
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
-from kvcompress.codec import Slots
+from kvcompress.method.codec import Slots
+from kvcompress.method.orthogonal import gaussian, hadamard, orthogonal
 from kvcompress.methods import AdaKV, Full, Int8, SnapKV, TurboQuant
 from kvcompress.methods.turboquant import TurboQuantCodec, codebook
-from kvcompress.rotate import gaussian, hadamard, orthogonal
 
 SLOTS = Slots(layer=0, rotated=torch.zeros(1, 1, 1, dtype=torch.long), heads=1)
 MODEL = small_model()

@@ -1,0 +1,1 @@
+"""Benchmarks of the library itself: overhead beside plain transformers, kernels, peers. Driven by `scripts/bench.py`."""

@@ -1,0 +1,82 @@
+"""One forward through a model, as the layers of a cache see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from kvcompress.method.view import Pass
+
+Tensor = torch.Tensor
+
+
+class Fusing(Protocol):
+    """What a layer asks of a forward that computes some of its tokens and reuses the others (`kvcompress.reuse.selective_recompute`)."""
+
+    def fuse(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[1, H_kv, T, D]` of the whole prompt, from those of the tokens that were computed."""
+        ...
+
+    def asked(self, q: Tensor) -> Tensor:
+        """Those of the computed queries `[1, H, m, D]` that attend in this layer."""
+        ...
+
+    def narrowed(self, forward: Forward) -> Forward:
+        """The forward as these queries see it: their positions."""
+        ...
+
+    def widened(self, output: Tensor) -> Tensor:
+        """Their output `[1, n, ...]` among zeros for the others, `[1, m, ...]`."""
+        ...
+
+
+@dataclass
+class Forward:
+    """One forward through the model, as the cache's layers see it.
+
+    Attributes:
+        phase: "prompt" (compress when it ends), "append" (attend and store), "decode", or "pass" (observe, not store).
+        length: new columns.
+        real: bool `[B, length]` on the CPU, None if every new column is a real token.
+        positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
+        added: LongTensor `[B]` on the CPU, real tokens per row.
+        rotated: `[B or 1, length]`, the position ids by which the model rotates.
+        passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
+        fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
+        fusion: what a prefill that reuses chunks puts in place of a layer's new keys and values; None where all is new.
+    """
+
+    phase: str
+    length: int
+    real: Tensor | None
+    positions: Tensor
+    added: Tensor
+    rotated: Tensor
+    passes: list[tuple[int, Pass]] = field(default_factory=list)
+    deferred: dict[int, Any] = field(default_factory=dict)
+    fires: Tensor | None = None
+    fusion: Fusing | None = None
+    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+
+    def on(self, name: str, device: torch.device) -> Tensor:
+        """`positions`, `real` or `rotated` on a device, moved once per forward."""
+        key = (name, device)
+        if key not in self._moved:
+            self._moved[key] = getattr(self, name).to(device)
+        return self._moved[key]
+
+    def weights(self, decay: float, device: torch.device) -> Tensor | None:
+        """What each new query's attention counts: decay^(real queries of its row after it), 0 for padding.
+
+        Float32 `[B or 1, n]`, or None where each counts 1.
+        """
+        if self.real is None and decay == 1.0:
+            return None
+        key = (f"weights {decay}", device)
+        if key not in self._moved:
+            age = self.positions.amax(1, keepdim=True) - self.positions
+            weights = (decay ** age.double()).masked_fill(self.positions < 0, 0.0)
+            self._moved[key] = weights.float().to(device)
+        return self._moved[key]

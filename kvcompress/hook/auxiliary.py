@@ -1,0 +1,209 @@
+"""Extra passes: inputs a scorer has run against the un-evicted cache when a prompt is in, observed and not stored.
+
+Each row of the batch has passes of its own, run alone, so that it gets what it gets without its neighbours. A pass sees
+the cache through layers that hold one row's copy, with the pass's tokens behind it, while that layer's attention runs
+and nothing afterwards: the cache itself is never written, and memory grows by a layer, not by a cache. What is kept of
+a pass is the strongest attention each key got, beside the keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcompress.cache.cache import CompressedCache
+from kvcompress.cache.encoding import BESIDE
+from kvcompress.cache.forward import Forward
+from kvcompress.cache.layer import CompressedLayer
+from kvcompress.cache.layouts import DenseStore, Store
+from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
+from kvcompress.method.view import Pass
+from kvcompress.models import compat
+
+if TYPE_CHECKING:
+    from kvcompress.hook.model_hooks import Hooks
+
+Tensor = torch.Tensor
+
+LEAST = torch.finfo(torch.float32).tiny  # an attention that rounds to nothing: 0 says that no pass has observed the key
+
+_tokenizers: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def remember_tokenizer(model: torch.nn.Module, tokenizer: Any) -> None:
+    """Note which tokenizer belongs to a model, for methods that write prompts of their own."""
+    _tokenizers[model] = tokenizer
+
+
+def tokenizer_of(model: torch.nn.Module) -> Any:
+    """The tokenizer that was loaded with a model, or None."""
+    return _tokenizers.get(model)
+
+
+class PassLayer(CompressedLayer):
+    """One row of a layer as a pass sees it; holds a copy while attention runs, then notes what it saw and lets go."""
+
+    def __init__(self, cache: CompressedCache, source: CompressedLayer, row: int, of: Pass):
+        super().__init__(cache, source.index)
+        self.source, self.row, self.of, self.seen = source, row, of, source.seen
+        self.sealed, self.device, self.dtype = source.sealed, source.device, source.dtype
+        chosen = {name: value[row : row + 1] for name, value in source.codec_state.items()}
+        self.codec_state = chosen
+
+    @property
+    def length(self) -> int:
+        return self.source.length if self.store is None else self.store.length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.store, blocks = one_row(self.source.held(), self.row), self.source.blocks
+        self.blocks = None if blocks is None else blocks.select_rows(torch.tensor([self.row]))
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def observe(self, q: Tensor, features: Features, forward: Forward) -> None:
+        """Raise what the observed keys have got to their strongest attention in this pass, `q [1, H, n, D]`."""
+        asked = forward.on("positions", q.device)
+        got, inside = strongest(q, self.keys_values()[0], self.positions(), asked, self.of, features)
+        store, heads = self.source.held(), got.shape[1]
+        if "passes" not in store.channels:
+            store.put("passes", got.new_zeros(store.counts.shape[0], heads, store.length, 1))
+        noted = store.get("passes")
+        mine = noted[self.row, :, store.length - got.shape[2] :, 0]  # empty slots of a ragged row are at the left
+        mine.copy_(torch.where(inside[0], torch.maximum(mine, got[0].clamp(min=LEAST)), mine))
+        if not isinstance(store, DenseStore):
+            store.put("passes", noted)
+        self.store = self.fresh = self.blocks = None
+
+
+def one_row(store: Store, row: int) -> Store:
+    """A store of one row's keys, values and positions: views of a dense one until something is appended."""
+    channels = {name: store.channels[name] for name in store.channels if name == "positions" or name not in BESIDE}
+    if isinstance(store, DenseStore):
+        return DenseStore({name: store.get(name)[row : row + 1] for name in channels}, store.counts[row : row + 1])
+    chosen = store.sharing(channels)
+    chosen.select_rows(torch.tensor([row]))
+    return chosen
+
+
+def strongest(
+    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: Features
+) -> tuple[Tensor, Tensor]:
+    """The strongest attention that held keys get from the queries of a pass, over query heads and queries, in float32.
+
+    The softmax runs over the keys that the pass observes, the first `of.beside` ones and the pass's own up to the
+    query. Blocks of queries one after the other: no more than a block's logits exist at a time.
+
+    Args:
+        q: `[1, H, n, D]`; keys `[1, H_kv, P + n, D]`, the pass's own last.
+        positions: int `[1, H_kv or 1, P + n]`; asked: int `[1, n]`, of the queries.
+
+    Returns:
+        `[1, H_kv, P]`, 0 at keys that are not observed, and the bool `[1, H_kv, P]` that says which are.
+    """
+    heads, n = keys.shape[1], q.shape[2]
+    held = keys.shape[2] - n
+    old = positions[..., :held]
+    inside = (old >= of.first) & (old < of.last)
+    taken = inside | ((old >= 0) & (old < of.beside))
+    columns = taken.any(1)[0].nonzero().squeeze(1)
+    number = len(columns)
+    columns = torch.cat([columns, torch.arange(held, held + n, device=columns.device)])
+    at = torch.cat([old.masked_fill(~taken, -1), positions[..., held:]], dim=2).index_select(2, columns)
+    keys = keys.index_select(2, columns)
+    top = torch.zeros(1, heads, number, device=q.device)
+    for batch, kv, query_heads in units(q, keys):
+        part = replace(features, sinks=features.sinks[query_heads]) if features.sinks is not None else features
+        k, seen_at = keys[batch, kv], at[:, kv if at.shape[1] > 1 else ALL[1]]
+        for rows in blocks(n, q[batch, query_heads], k):
+            allowed = visible(seen_at, asked[:, rows], features.window)
+            _, p = softmax_block(q[batch, query_heads, rows], k, k[..., :1], allowed, part)
+            top[batch, kv] = torch.maximum(top[batch, kv], p[..., :number].amax((2, 3)))
+    found = torch.zeros(1, heads, held, device=q.device)
+    found[:, :, columns[:number]] = top
+    inside = inside.expand(-1, heads, -1)
+    return found.masked_fill(~inside, 0.0), inside
+
+
+def plan(session: Hooks, cache: CompressedCache, forward: Forward, ids: Tensor | None) -> None:
+    """Note what is being fed, and which passes follow when it is in: `forward.passes`.
+
+    Raises:
+        ValueError: embeddings instead of ids, or passes that do not fit the model's positions.
+    """
+    compressor = session.compressor
+    if not compressor.needs.extra_passes or forward.phase == "pass":
+        return
+    name = type(session.method).__name__
+    if ids is None or ids.dim() != 2:
+        raise ValueError(f"{name} repeats the prompt to the model: give input_ids, not inputs_embeds")
+    state, known = cache.full_layers[0].state, ids.long()
+    if forward.real is not None:
+        known = known.masked_fill(~forward.on("real", ids.device), -1)
+    if "ids" in state:
+        known = torch.cat([state["ids"], known.to(state["ids"].device)], dim=1)
+    passed = state.get("passed", torch.zeros(len(known), 1, dtype=torch.long))
+    if forward.phase == "prompt" and cache.cap is not None and compressor.parts.schedule.prompt:
+        assert cache.real is not None and compressor.parts.scorer is not None
+        passed, limit = passed.clone(), compat.max_positions(session.model)
+        for row in (cache.real > cache.cap).nonzero().squeeze(1).tolist():
+            tokens = known[row][known[row] >= 0].cpu()
+            for of in compressor.parts.scorer.passes(tokens, session.tokenizer, int(passed[row])):
+                if limit is not None and len(tokens) + len(of.ids) > limit:
+                    raise ValueError(
+                        f"{name} needs {len(of.ids)} positions behind a prompt of {len(tokens)} tokens for a pass over "
+                        f"{of.last - of.first} of them, and the model has {limit}: shorten the prompt, or lower `chunk`"
+                    )
+                forward.passes.append((row, of))
+            passed[row] = len(tokens)
+    state["ids"], state["passed"] = known, passed
+
+
+@torch.no_grad()
+def run(session: Hooks, cache: CompressedCache, forward: Forward) -> None:
+    """Run the passes that were planned for this prompt. Their time is time spent compressing."""
+    if not forward.passes:
+        return
+    following = _next_rotation(forward, len(cache.real) if cache.real is not None else 1)
+    base, device = compat.base_model(session.model), session.model.device
+    phase, real = session._phase, session._real
+    session._phase, session._real = "pass", None
+    try:
+        with session.compressor.clock.running(device):
+            for row, of in forward.passes:
+                ids = of.ids.to(device)[None]
+                at = torch.arange(ids.shape[1], device=device)[None] + following[row]
+                base(input_ids=ids, cache=_seen_by_row(cache, row, of), position_ids=at, use_cache=True)
+    finally:
+        session._phase, session._real = phase, real
+        session.cache = cache
+
+
+def _next_rotation(forward: Forward, batch: int) -> list[int]:
+    """The position id that follows a row's last real token, as the model counted them in this forward."""
+    rotated = forward.rotated.cpu().expand(batch, -1)
+    if forward.real is not None:
+        rotated = rotated.masked_fill(~forward.real, -1)
+    return [int(last) + 1 for last in rotated.amax(1)]
+
+
+def _seen_by_row(cache: CompressedCache, row: int, of: Pass) -> CompressedCache:
+    """A cache that reads one row of another and keeps nothing."""
+    assert cache.real is not None
+    chosen = torch.tensor([row])
+    reading = CompressedCache([], cache.codec, True, cache.rotations)
+    for layer in cache.layers:
+        if isinstance(layer, CompressedLayer):
+            reading.layers.append(PassLayer(reading, layer, row, of))
+        else:  # sliding window: a copy of the row, whose own keys the pass pushes out
+            windowed: Any = copy.copy(layer)
+            windowed.batch_select_indices(chosen.to(windowed.keys.device))
+            reading.layers.append(windowed)
+    reading.real = cache.real[chosen]
+    reading.columns = None if cache.columns is None else cache.columns[chosen]
+    reading.owner, reading.model, reading.turns = cache.owner, cache.model, cache.turns
+    reading.latents = cache.latents
+    reading.shift = None if cache.shift is None else cache.shift[chosen]
+    return reading

@@ -1,0 +1,100 @@
+"""From scores and counts to the set of slots to keep, with sinks and window in it by construction."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompress.method.budget import Protection
+
+Tensor = torch.Tensor
+
+
+def _guarded(positions: Tensor, protection: Protection) -> tuple[Tensor, Tensor]:
+    """(held, protected) bool `[B, H, P]`: non-empty slots, and the first sinks and last window of them."""
+    held = positions >= 0
+    rank = held.cumsum(-1) - 1
+    number = held.sum(-1, keepdim=True)
+    sinks, window = (x.to(positions.device)[..., None] for x in (protection.sinks, protection.window))
+    return held, held & ((rank < sinks) | (rank >= number - window))
+
+
+def candidates(positions: Tensor, protection: Protection) -> Tensor:
+    """Bool `[B, H, P]`: slots that may be dropped, neither empty nor protected."""
+    held, guarded = _guarded(positions, protection)
+    return held & ~guarded
+
+
+def ranked(scores: Tensor, positions: Tensor, protection: Protection) -> Tensor:
+    """Scores as an allocator sees them: +inf where a slot is protected, -inf where it is empty, finite elsewhere."""
+    held, guarded = _guarded(positions, protection)
+    finite = torch.finfo(scores.dtype)
+    return scores.clamp(finite.min, finite.max).masked_fill(~held, float("-inf")).masked_fill(guarded, float("inf"))
+
+
+def top_slots(scores: Tensor, positions: Tensor, counts: Tensor, protection: Protection) -> Tensor:
+    """The slots to keep: the protected ones, then the highest scores; ties go to the earlier position.
+
+    Args:
+        scores: float32 `[B, H, P]`, positions int `[B, H or 1, P]`, -1 = empty.
+        counts: LongTensor `[B, H]`, slots to keep, at most what is held.
+        protection: per head `[B, H]`.
+
+    Returns:
+        bool `[B, H, P]` with exactly `counts` true values per head.
+
+    Raises:
+        ValueError: if a held slot's score is NaN.
+    """
+    held, guarded = _guarded(positions, protection)
+    candidate = (held & ~guarded).expand_as(scores)
+    if bool((scores.isnan() & candidate).any()):
+        raise ValueError("a score is NaN")
+    lowest = torch.finfo(torch.float32).min
+    ranked = scores.clamp(min=lowest).masked_fill(~candidate, float("-inf"))
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    guarded = guarded.expand_as(scores)
+    free = (counts.to(scores.device) - guarded.sum(-1)).clamp(min=0)
+    take = torch.arange(scores.shape[-1], device=scores.device) < free[..., None]
+    return guarded | (torch.zeros_like(candidate).scatter_(2, order, take) & candidate)
+
+
+def staged(
+    scores: Tensor,
+    second: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    protection: Protection,
+    share: float,
+    inside: bool,
+) -> Tensor:
+    """One ranking from two stages: a head's first part by `scores` goes before all others, which go by `second`.
+
+    Args:
+        scores, second: float32 `[B, H, P]`.
+        counts: LongTensor `[B, H]`, slots to keep.
+        share: of the slots kept beside the protected ones, rounded down, that the first stage picks.
+        inside: the share is of all slots kept, and protected ones are picked first.
+
+    Returns:
+        `second`, with +inf where the first stage picked.
+    """
+    held, guarded = _guarded(positions, protection)
+    candidate = (held & ~guarded).expand_as(scores)
+    protected = guarded.expand_as(scores).sum(-1)
+    counts = counts.to(scores.device)
+    first = (counts * share).long() - protected if inside else ((counts - protected) * share).long()
+    order = scores.masked_fill(~candidate, float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+    take = torch.arange(scores.shape[-1], device=scores.device) < first[..., None]
+    picked = torch.zeros_like(candidate).scatter_(2, order, take) & candidate
+    return second.masked_fill(picked, float("inf"))
+
+
+def lowest_slot(scores: Tensor, positions: Tensor, protection: Protection) -> Tensor:
+    """The one slot per head to drop, `[B, H, 1]`: the lowest score; of ties the latest position goes."""
+    held, guarded = _guarded(positions, protection)
+    candidate = (held & ~guarded).expand_as(scores)
+    if bool((scores.isnan() & candidate).any()):
+        raise ValueError("a score is NaN")
+    highest = torch.finfo(torch.float32).max
+    ranked = scores.clamp(max=highest).masked_fill(~candidate, float("inf"))
+    return scores.shape[-1] - 1 - ranked.flip(-1).argmin(dim=-1, keepdim=True)

@@ -1,0 +1,383 @@
+"""Everything that depends on a transformers release: names, registrations, which models are supported, rotation.
+
+No other module imports cache, mask or attention internals of transformers. `tests/models/test_compat.py` is the contract.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    get_layer_types_and_kwargs,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from kvcompress.models.rotation import Rotation
+
+Tensor = torch.Tensor
+
+ATTENTION = "kvcompress"
+
+VERIFIED = (  # tests/hook/test_truth.py compares each with its own eager attention
+    "cohere2 deepseek_v2 deepseek_v3 gemma2 gemma3_text glm4 gpt_oss granite llama mistral olmo2 phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 starcoder2"
+).split()  # noqa: SIM905
+
+REFUSED = {
+    "deepseek_v32": "its cache holds indexer keys beside MLA latents, which need an adapter of their own",
+    "gemma3n_text": "its layers share key-value states",
+}
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+__all__ = [
+    "ATTENTION",
+    "Cache",
+    "CacheLayerMixin",
+    "DynamicCache",
+    "LatentAttention",
+    "REFUSED",
+    "Rotation",
+    "VERIFIED",
+    "base_model",
+    "bound_arguments",
+    "check_model",
+    "check_reusable",
+    "decoder_layers",
+    "feed_forward",
+    "first_token",
+    "foreign_attention",
+    "is_empty_dynamic",
+    "head_sizes",
+    "holds_latents",
+    "kv_heads",
+    "latent_attention",
+    "layer_types",
+    "max_positions",
+    "new_layers",
+    "only_rows",
+    "output_projections",
+    "register",
+    "rotations",
+    "text_config",
+]
+
+foreign_attention = sdpa_attention_forward
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The decoder's configuration."""
+    return model.config.get_text_config(decoder=True)
+
+
+def base_model(model: PreTrainedModel) -> torch.nn.Module:
+    """The module that makes the attention mask and runs the layers: what the session hooks."""
+    return model.base_model
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Longest sequence the model's positions were made for, or None where the model names none."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """One of "full_attention", "sliding_attention", … per layer."""
+    return get_layer_types_and_kwargs(text_config(model))[0]
+
+
+def head_sizes(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Numbers of a cached key and of a cached value, for each layer with full attention."""
+    config = text_config(model)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = (config.kv_lora_rank, config.qk_rope_head_dim) if holds_latents(model) else (width, width)
+    return [sizes for kind in layer_types(model) if kind == "full_attention"]
+
+
+def new_layers(model: PreTrainedModel, make_full: Callable[[int], CacheLayerMixin]) -> list[CacheLayerMixin]:
+    """Cache layers for a model: ours where attention is full, transformers' own class elsewhere."""
+    types, kwargs = get_layer_types_and_kwargs(text_config(model))
+    return [
+        make_full(i) if kind == "full_attention" else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kw)
+        for i, (kind, kw) in enumerate(zip(types, kwargs, strict=True))
+    ]
+
+
+def kv_heads(model: PreTrainedModel) -> int:
+    """Heads whose keys and values a full-attention layer's cache holds."""
+    config = text_config(model)
+    return 1 if holds_latents(model) else getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def holds_latents(model: PreTrainedModel) -> bool:
+    """True for multi-head latent attention, whose cache holds one latent and one rotated key for all heads."""
+    return bool(getattr(text_config(model), "kv_lora_rank", None))
+
+
+@dataclass(frozen=True, eq=False)
+class LatentAttention:
+    """How an MLA layer's heads use what its cache holds: latents c `[d_c]` and rotated keys k `[d_r]`, one of each.
+
+    A head's key is [U c, k] and its value V c (DeepSeek-V2, arXiv 2405.04434, section 2.1), so q [U c, k] = [q_n U, q_r]
+    [c, k] and the sum of values is V times the sum of latents: attention of H query heads over one head's [c, k].
+
+    Attributes:
+        keys: U of each head, `[H, d_n, d_c]`.
+        values: V of each head, `[H, d_v, d_c]`.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries `[B, H, n, d_n + d_r]` as they are multiplied with [c, k], `[B, H, n, d_c + d_r]`."""
+        width = self.keys.shape[1]
+        return torch.cat([q[..., :width] @ self.keys, q[..., width:]], dim=-1)
+
+    def expand(self, output: Tensor) -> Tensor:
+        """Values `[B, H, n, d_v]` from sums of latents `[B, H, n, d_c]`."""
+        return output @ self.values.transpose(1, 2)
+
+
+def latent_attention(module: torch.nn.Module) -> LatentAttention | None:
+    """The two halves of an attention module's up-projection, as views of its weight; None where it has none.
+
+    Raises:
+        ValueError: a weight that is no plain matrix (quantised).
+    """
+    up: Any = getattr(module, "kv_b_proj", None)
+    if up is None:
+        return None
+    weight = getattr(up, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or getattr(up, "bias", None) is not None:
+        raise ValueError("an MLA layer's kv_b_proj needs a plain weight without bias: load the model unquantised")
+    still, values = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
+    heads = weight.view(-1, still + values, weight.shape[1])
+    return LatentAttention(heads[:, :still], heads[:, still:])
+
+
+def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """Per layer, the linear module that all query heads' outputs go through, weight `[hidden, H x D]`.
+
+    Raises:
+        ValueError: if a layer has none that we know, or one whose weight is no plain matrix of that shape.
+    """
+    config = text_config(model)
+    if holds_latents(model):
+        raise ValueError(
+            f"{model.config.model_type!r} holds latents, which its output projection does not multiply: a method that "
+            "weighs values by it does not go with it; take another method"
+        )
+    found: dict[int, torch.nn.Module] = {}
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
+    for module in base_model(model).modules():
+        projection = getattr(module, "o_proj", None)
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and isinstance(projection, torch.nn.Module):
+            weight = getattr(projection, "weight", None)
+            if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1:] == (width,):
+                found[layer] = projection
+    missing = sorted(set(range(config.num_hidden_layers)) - set(found))
+    if missing:
+        raise ValueError(
+            f"{model.config.model_type!r} has no output projection that we know in layers {missing}: a method that "
+            f"weighs values by it needs an `o_proj` with a plain weight of {width} columns; take another method"
+        )
+    return found
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder's layers in order: modules called with hidden states `[B, n, hidden]` first.
+
+    Raises:
+        ValueError: no list of that many modules is found.
+    """
+    number = text_config(model).num_hidden_layers
+    for module in base_model(model).modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == number:
+            if all(any(hasattr(m, "layer_idx") for m in layer.modules()) for layer in module):
+                return list(module)
+    raise ValueError(f"{model.config.model_type!r} has no list of its {number} decoder layers that we know")
+
+
+def check_reusable(model: PreTrainedModel, sliding: bool = True) -> None:
+    """Refuse by name a model whose chunks cannot be reused. What rotates them is `rotations`' to say.
+
+    Args:
+        sliding: chunks can be reused in sliding-window layers.
+
+    Raises:
+        ValueError: layers that do not hold all tokens, or whose place in the forward is not known.
+    """
+    can = {"full_attention", "sliding_attention"} if sliding else {"full_attention"}
+    other = sorted(set(layer_types(model)) - can)
+    if other:
+        raise ValueError(
+            f"{model.config.model_type!r} has layers with {', '.join(other)}: this prefill reuses chunks in layers with "
+            f"{' and '.join(sorted(can))} only; use prefill=oneshot"
+        )
+    decoder_layers(model)
+
+
+def only_rows(arguments: dict[str, Any], rows: Tensor, length: int) -> dict[str, Any]:
+    """A decoder layer's keyword arguments for some of `length` tokens, `rows [m]`: what belongs to positions is cut.
+
+    Raises:
+        ValueError: an attention mask, or tensors of a name that we do not know with one entry per token.
+    """
+    found = dict(arguments)
+    for name, value in arguments.items():
+        if name == "position_ids" and value is not None:
+            found[name] = value.index_select(-1, rows.to(value.device))
+        elif name == "position_embeddings" and value is not None:
+            found[name] = tuple(part.index_select(-2, rows.to(part.device)) for part in value)
+        elif isinstance(value, Tensor) and length in value.shape:
+            raise ValueError(f"a decoder layer is given {name} {tuple(value.shape)}, which we do not know how to cut")
+    return found
+
+
+def feed_forward(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """A decoder layer's MLP, which works on each token alone: hidden states in, hidden states (first) out; or None."""
+    found = getattr(layer, "mlp", None)
+    return found if isinstance(found, torch.nn.Module) else None
+
+
+def first_token(model: PreTrainedModel) -> int | None:
+    """The token that begins a text, by the model's configuration."""
+    found = getattr(text_config(model), "bos_token_id", None)
+    return found[0] if isinstance(found, (list, tuple)) else found
+
+
+def check_model(model: Any) -> None:
+    """Refuse by name, before any work, a model this library cannot compress.
+
+    Raises:
+        ValueError: names the model type and the reason.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"compress() needs a transformers model, got {type(model).__name__}")
+    kind = model.config.model_type
+    text_kind = text_config(model).model_type
+
+    def refuse(reason: str) -> None:
+        raise ValueError(
+            f"cannot compress {kind!r} ({type(model).__name__}): {reason}. Verified: {', '.join(VERIFIED)}"
+        )
+
+    for name in (kind, text_kind):
+        if name in REFUSED:
+            refuse(REFUSED[name])
+    if model.config.is_encoder_decoder:
+        refuse("encoder-decoder models are not supported")
+    if not getattr(text_config(model), "is_causal", True):
+        refuse("it is not a causal decoder, so it has no KV cache to compress")
+    unsupported = (
+        sorted(set(layer_types(model)) - SUPPORTED_LAYERS) if _has_attention_layers(model) else ["state-space"]
+    )
+    if unsupported:
+        refuse(f"it has layers without a per-token KV cache that we can hold ({', '.join(unsupported)})")
+    if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
+        refuse("its attention does not go through transformers' AttentionInterface")
+
+
+def _has_attention_layers(model: PreTrainedModel) -> bool:
+    parameters = inspect.signature(base_model(model).forward).parameters
+    return "cache" in parameters and "cache_params" not in parameters
+
+
+def bound_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a forward call by name; the cache under `cache` whatever the caller called it."""
+    named = dict(kwargs)
+    if args:
+        names = [n for n in inspect.signature(type(module).forward).parameters if n != "self"]
+        named.update(zip(names, args, strict=False))
+    if "past_key_values" in named:
+        named["cache"] = named.pop("past_key_values")
+    return named
+
+
+def register(attention: Callable[..., Any]) -> None:
+    """Register our attention and mask under one name of their own; nothing of transformers' is replaced."""
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """None for full-attention layers, whose visibility comes from positions; the stock mask for windowed layers."""
+    if kwargs.get("local_size") is None and not args:
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+@torch.no_grad()
+def rotations(model: PreTrainedModel) -> list[Rotation]:
+    """How each layer rotates its keys, found by checking candidates against keys the model makes.
+
+    A sequence of one token attends only to itself, so its keys at two positions differ by the rotation alone, in
+    every layer.
+
+    Raises:
+        ValueError: if the rotation depends on the sequence length, or matches no known form.
+    """
+    if holds_latents(model):
+        raise ValueError(
+            f"{model.config.model_type!r} holds latents and one rotated key beside them, which cannot be turned back as "
+            "keys: compact positions, queries before rotation, chunks reused elsewhere and low-rank codecs do not go with it; "
+            "take another method"
+        )
+    rotary = [m for n, m in base_model(model).named_modules() if n.split(".")[-1] == "rotary_emb"]
+    if not rotary:
+        raise ValueError(
+            f"{model.config.model_type!r} has no rotary positions, which compact positions, queries before rotation and "
+            "reused chunks need: use positions='original', prefill=oneshot, or another method"
+        )
+    kinds = {str(k) for m in rotary for k in _rope_types(m)}
+    if varying := kinds & {"dynamic", "longrope"}:
+        raise ValueError(
+            f"rotation of {model.config.model_type!r} depends on the length ({', '.join(varying)} RoPE scaling)"
+        )
+    # three tokens, as rows of a batch: one alone may be padding, whose embedding is zero
+    vocabulary = text_config(model).vocab_size
+    token = torch.tensor([[1], [vocabulary // 3], [vocabulary // 2]], device=model.device)
+    keys = []
+    for position in (3, 11):
+        cache = DynamicCache(config=text_config(model))
+        base_model(model)(input_ids=token, position_ids=torch.full_like(token, position), cache=cache, use_cache=True)
+        keys.append([layer.keys for layer in cache.layers])  # type: ignore[union-attr]
+    frequencies = [
+        b.float() for m in rotary for n, b in m.named_buffers() if n.endswith("inv_freq") and "original" not in n
+    ]
+    candidates = [Rotation("none")] + [Rotation(s, f) for f in frequencies for s in ("half", "interleaved")]
+    return [_fit(candidates, a, b, i, model) for i, (a, b) in enumerate(zip(*keys, strict=True))]
+
+
+def _rope_types(module: Any) -> list[Any]:
+    kind = getattr(module, "rope_type", "default")
+    return list(kind.values()) if isinstance(kind, dict) else [kind]
+
+
+def _fit(candidates: list[Rotation], before: Tensor, after: Tensor, layer: int, model: PreTrainedModel) -> Rotation:
+    tolerance = 1e-4 if before.dtype == torch.float32 else 3e-2
+    delta = torch.tensor([[[8]]])
+    for rotation in candidates:
+        if rotation.inv_freq is not None and 2 * rotation.inv_freq.numel() > before.shape[-1]:
+            continue
+        error = (rotation.rotate(before, delta) - after).float().norm() / after.float().norm().clamp(min=1e-12)
+        if error < tolerance:
+            return rotation
+    raise ValueError(f"layer {layer} of {model.config.model_type!r} rotates its keys in a way that is not known")
+
+
+def is_empty_dynamic(cache: Any) -> bool:
+    """True for a cache that `generate` made and nothing was written to."""
+    return isinstance(cache, DynamicCache) and cache.get_seq_length() == 0

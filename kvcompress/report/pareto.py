@@ -1,0 +1,83 @@
+"""Figures of Pareto fronts: what a score costs in bytes held, bytes read and time per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcompress.report.curves import about
+from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.report.run_index import Entry, budget_of, label, named
+from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record
+from kvcompress.report.stats import pareto
+from kvcompress.sweep.record import is_baseline
+
+SIZE = 8
+# key of a record, what the axis says, and what one unit of it is
+COSTS = (
+    ("kv.ratio", "bytes held on the device, share of the full cache", 1.0),
+    ("kv.read_bytes_per_token", "bytes read per decoded token (MiB)", 2.0**20),
+    ("time.tpot_s", "time per decoded token (ms)", 1e-3),
+)
+
+
+def fronts(group: Sequence[Record]) -> list[dict[str, Any]]:
+    """One panel per cost that at least two runs of comparable ones have.
+
+    Returns:
+        {"key", "label", "points": [(cost in units of the axis, score, record)], "front": places of points on the front,
+        by rising cost}
+    """
+    found = []
+    for key, text, unit in COSTS:
+        points = [
+            (float(record[key]) / unit, float(record["score"]), record)
+            for record in group
+            if record["status"] == "ok" and record.get(key) is not None
+        ]
+        if len(points) > 1:
+            front = pareto([(cost, score) for cost, score, _ in points])
+            found.append({"key": key, "label": text, "points": points, "front": front})
+    return found
+
+
+def draw_fronts(entries: Sequence[Entry], folder: Path) -> list[Path]:
+    """Write a figure per sweep and setting into `folder`."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for entry in entries:
+        groups.setdefault((entry.sweep, str(entry.record.get("protocol.pair"))), []).append(entry.record)
+    written: list[Path] = []
+    for (sweep, pair), group in sorted(groups.items()):
+        if panels := fronts(group):
+            stem = folder / f"{sweep}-{group[0]['task'].replace('/', '-')}-{pair[:8]}-pareto"
+            written += save(_figure(panels, f"{sweep}: {group[0]['model']} · {about(group)}"), stem)
+    return written
+
+
+def _figure(panels: Sequence[dict[str, Any]], title: str) -> Any:
+    plt = plotting()
+    figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.8), layout="constrained", squeeze=False)
+    shown = {named(p["points"][i][2]) for p in panels for i in p["front"] if not is_baseline(p["points"][i][2])}
+    colours = {name: (COLOURS[i % 7], MARKERS[(i + i // 7) % 7]) for i, name in enumerate(sorted(shown))}
+    for axes, panel in zip(grid[0], panels, strict=True):
+        front = [panel["points"][i] for i in panel["front"]]
+        axes.step(
+            [x for x, _, _ in front], [y for _, y, _ in front], where="post", color="#777777", lw=1, ls="--", zorder=1
+        )
+        for x, y, record in panel["points"]:
+            base = is_baseline(record)
+            colour, marker = ("#000000", "D") if base else colours.get(named(record), (CONTEXT, "o"))
+            axes.plot([x], [y], color=colour, marker=marker, ms=6 if base else 5, lw=0, zorder=2 + (colour != CONTEXT))
+        last = None
+        for x, y, record in front:
+            text = label(record) if named(record) != last else budget_of(record)
+            axes.annotate(text, (x, y), xytext=(5, -10), textcoords="offset points", fontsize=SIZE - 1)
+            last = named(record)
+        axes.set_xlim(left=0)
+        axes.set_ylim(-0.03, 1.05)
+        axes.set_xlabel(panel["label"], fontsize=SIZE)
+        axes.set_ylabel(f"score ({str(panel['points'][0][2].get('metric')).partition('/')[0]})", fontsize=SIZE)
+        quiet(axes, SIZE)
+    head(figure, title, 10)
+    return figure

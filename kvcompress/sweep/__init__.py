@@ -1,0 +1,3 @@
+"""Configuration, launcher and records: from a command line to `record.json`.
+
+Imports `methods`, `tasks` and lower wings."""

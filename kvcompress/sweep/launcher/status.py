@@ -1,0 +1,91 @@
+"""`status=results/<sweep>`: which cells of a sweep are done, running, failed or missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvcompress.sweep import record
+from kvcompress.sweep.launcher.cell import last_line
+from kvcompress.sweep.launcher.lock import holder
+from kvcompress.sweep.launcher.plan import noted_cells
+
+ORDER = ("running", "failed", "oom", "partial", "missing", "stale", "inactive", "ok")
+STYLE = {"failed": "red", "oom": "red", "running": "cyan", "ok": "green"}
+
+
+def cells_of(sweep: Path) -> list[dict[str, Any]]:
+    """One entry per cell: `run_id status samples score note` and what the sweep noted of it.
+
+    Raises:
+        ValueError: there is no such sweep, or it was made by a version with another layout.
+    """
+    if not sweep.is_dir():
+        raise ValueError(f"status={sweep}: no such folder; give the folder of a sweep, such as results/default")
+    noted = noted_cells(sweep)
+    found = {path.parent.name for pattern in ("*/record.json", "*/config.yaml") for path in sweep.glob(pattern)}
+    if not noted and not found:
+        raise ValueError(f"status={sweep}: no sweep lies here; give the folder of one, such as results/default")
+    return [_entry(sweep, run_id, noted.get(run_id, {})) for run_id in [*noted, *sorted(found - noted.keys())]]
+
+
+def _entry(sweep: Path, run_id: str, noted: dict[str, Any]) -> dict[str, Any]:
+    folder = record.RunFolder(sweep.parent, sweep.name, run_id)
+    written = folder.record()
+    entry = {"run_id": run_id, "samples": len(folder.rows()), "note": "", **noted}
+    if written is not None:
+        entry |= {key: written.get(key) for key in ("method", "budget", "task", "model", "seed", "score")}
+    held = holder(folder.path / "lock")
+    if held is not None:
+        entry |= {
+            "status": "running",
+            "note": f"process {held.get('pid')} on {held.get('host')} since {held.get('since')}",
+        }
+    elif written is None:
+        entry |= {"status": "missing", "note": "begun, not finished" if entry["samples"] else ""}
+    else:
+        finished = written["status"] in record.FINISHED
+        stale = finished and written.get("versions.source") != record.source_hash()
+        entry |= {"status": "stale" if stale else written["status"], "note": last_line(written.get("error"))}
+    return entry
+
+
+def place(cell: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a cell stands in the table: what needs attention first, then by method and from large budgets to small."""
+    budget = cell.get("budget")
+    known = isinstance(budget, (int, float))
+    order = (0, 0.0) if not known else (1 + isinstance(budget, int), -float(budget))  # type: ignore[arg-type]
+    names = [str(cell.get(key, "")) for key in ("task", "model", "seed")]
+    return (ORDER.index(cell["status"]), str(cell.get("method", "")), *order, *names)
+
+
+def shown(value: Any) -> str:
+    """A value of the table; what is not known is a dash."""
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def show(sweep: Path, console: Console) -> int:
+    """Print the table of a sweep; 0 if every cell is finished, 1 if not, 2 if there is no sweep."""
+    try:
+        cells = cells_of(sweep)
+    except ValueError as error:
+        console.print(str(error), style="red", highlight=False, markup=False)
+        return 2
+    out = Console(width=None if Console().is_terminal else 140)
+    same = [key for key in ("model", "seed") if len({str(cell.get(key)) for cell in cells}) == 1]  # said once, above
+    if same:
+        out.print(", ".join(f"{key} {cells[0].get(key)}" for key in same), highlight=False, markup=False)
+    keys = [key for key in ("method", "budget", "task", "model", "seed", "score", "samples") if key not in same]
+    table = Table("status", *keys, "run", "note", box=None)
+    for cell in sorted(cells, key=place):
+        values = [shown(cell.get(key)) for key in keys]
+        table.add_row(cell["status"], *values, cell["run_id"], Text(cell["note"]), style=STYLE.get(cell["status"], ""))
+    out.print(table)
+    counts = Counter(cell["status"] for cell in cells)
+    out.print(", ".join(f"{counts[status]} {status}" for status in ORDER if counts[status]), highlight=False)
+    return 0 if all(cell["status"] in ("ok", "inactive", "stale") for cell in cells) else 1

@@ -1,0 +1,79 @@
+"""What the uncompressed model does with a sample: made once per sample and sweep, kept beside the runs it is for.
+
+`<sweep>/.references/<key>.safetensors`; the folder may be deleted at any time. A damaged file is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvcompress.common.atomic_files import replacing
+from kvcompress.data.task import Sample, Task
+from kvcompress.method import Method
+from kvcompress.sweep.record import digest
+
+FOLDER = ".references"
+
+
+class References:
+    """References of one group of comparable cells.
+
+    Args:
+        sweep: folder of the sweep, which must exist once a reference is made.
+        key: what else a reference depends on: all that comparable cells share, and the sources.
+    """
+
+    def __init__(self, sweep: Path, key: Any) -> None:
+        self.folder, self.key = sweep / FOLDER, key
+
+    def attach(self, task: Task, sample: Sample, model: Any, kernel: str = "auto") -> Sample:
+        """`sample` with its reference, run now or read from disk; unchanged where the task wants none."""
+        if not task.wants_reference:
+            return sample
+        path = self.folder / f"{digest([self.key, sample.id])}.safetensors"
+        found = _read(path)
+        if found is None:
+            found = self._make(task, sample, model, kernel)
+            _write(path, found)
+        return replace(sample, reference=found)
+
+    @staticmethod
+    def _make(task: Task, sample: Sample, model: Any, kernel: str) -> dict[str, torch.Tensor]:
+        from kvcompress.hook.session import compress
+
+        with compress(model, Method(), kernel) as session:  # no part but the defaults: all is held
+            made = task.reference(session, sample)
+        return {name: value.detach().cpu().contiguous() for name, value in made.items()}
+
+
+def _checksum(value: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of names, forms and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(value.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _read(path: Path) -> dict[str, torch.Tensor] | None:
+    try:
+        with safe_open(path, "pt") as file:
+            value = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            wanted = (file.metadata() or {}).get("sha256")
+    except (OSError, SafetensorError):  # not there, or cut short by a full disk
+        return None
+    return value if wanted == _checksum(value) else None  # safetensors itself does not notice a changed byte
+
+
+def _write(path: Path, value: dict[str, torch.Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        save_file(value, temporary, metadata={"sha256": _checksum(value)})

@@ -1,0 +1,58 @@
+"""Which tokens a cell keeps does not depend on how it is run: alone, from a shared prefill, as a row of a batch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from sweeps import ALONE, SHARED, TOGETHER, cells, left, sweep
+
+from kvcompress.hook.session import Session
+from kvcompress.sweep import record
+
+METHODS = "full,snapkv,pyramidkv,adakv,knorm,h2o,streamingllm"
+
+
+@pytest.fixture
+def with_positions(monkeypatch):
+    """Reports, which go into a sample's line, also say the positions each layer and head holds."""
+    stock = Session.report
+
+    def report(session, **asked):
+        return stock(session, **asked) | {
+            "positions": [session.cache.positions(i).tolist() for i in session.full_layers]
+        }
+
+    monkeypatch.setattr(Session, "report", report)
+
+
+def few_shot(folder):
+    """A LongBench file of one sample, a few hundred tokens long."""
+    path = folder / "trec.jsonl"
+    lines = [f"Question: Who wrote book {i} of {i * 7}?\nType: Individual {i}" for i in range(40)]
+    row = {"input": "Question: Where is it?\nType:", "context": "\n".join(lines), "answers": ["Other location"]}
+    path.write_text(json.dumps(row | {"all_classes": ["Other location", "Individual"], "length": 300}))
+    return path
+
+
+@pytest.mark.parametrize("task, question", [("needle", "hidden"), ("longbench/trec", "seen")])
+def test_positions_bytes_tokens_and_scores_of_a_cell_are_those_it_has_alone(
+    tmp_path, with_positions, task, question, monkeypatch
+):
+    settings = [f"task.question={question}", "limit=1"]
+    if task != "needle":
+        short = ("model=random", f"task={task}", f"task.source={few_shot(tmp_path)}", "task.max_length=250")
+        monkeypatch.setattr("sweeps.SHORT", (*short, "device=cpu", "paths.data=null", "sweep.name=test"))
+    for folder, options in (("alone", ALONE), ("shared", SHARED), ("together", TOGETHER)):
+        outcomes, text = sweep(cells(tmp_path / folder, METHODS, "0.5,0.2,64", *settings), options)
+        assert {outcome.status for outcome in outcomes} <= {"ok", "same"}, text
+    alone = left(tmp_path / "alone")
+    assert len(alone) == 6 * 3 + 1
+    for status, _, written, (row,) in alone.values():
+        held = row["out"]["compressed"]["positions"]
+        assert status == "ok" and written["kv.bytes_held"] and len(held) > 1
+        assert sum(p >= 0 for layer in held for head in layer[0] for p in head) > 0
+    assert left(tmp_path / "shared") == alone
+    assert left(tmp_path / "together") == alone
+    said = [record.read_record(p)["protocol.decoding"] for p in tmp_path.glob("together/test/*/record.json")]
+    assert said.count("together") >= 4 * 3
