@@ -11,7 +11,7 @@ import torch
 
 from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.calibrate.head_profile import unstable_heads
-from kvcompress.data.jsonl import content_hash
+from kvcompress.common.hashing import content_hash
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor
 from kvcompress.method.budget import Budget, is_unlimited
 from kvcompress.models import compat

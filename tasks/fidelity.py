@@ -23,9 +23,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvcompress.common.prose import Encoder, prose_ids
 from kvcompress.data import jsonl, prompts
 from kvcompress.data.divergence import along, answered
-from kvcompress.data.haystack import Encoder, frame, prose_ids
+from kvcompress.data.haystack import frame
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.hook.generation import pick
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvcompress.common.hashing import digest
 from kvcompress.data import prompts
 from kvcompress.data.lm_eval_index import SEED, Loaded, load
 from kvcompress.data.lm_eval_requests import (
@@ -33,7 +34,6 @@ from kvcompress.data.lm_eval_requests import (
 )
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.measure.measuring import PeakMemory
-from kvcompress.sweep.record import digest
 
 PERCENT = ("bleu", "chrf", "chrf++")  # metrics of lm-eval whose best value is 100
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
@@ -164,7 +164,7 @@ class LMEval(Task):
         return made if isinstance(made, list) else [made]
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        from kvcompress.lm_eval import Encoding
+        from kvcompress.data.lm_eval_encoding import Encoding
 
         template = prompts.resolve_template(tokenizer, self.template)
         known = tokenizer.model_max_length

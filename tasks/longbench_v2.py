@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import torch
 import yaml
 
+from kvcompress.common.prose import Encoder
 from kvcompress.data import hub
-from kvcompress.data.haystack import Encoder, frame
+from kvcompress.data.haystack import frame
 from kvcompress.data.row_task import Asked, RowsTask
 from kvcompress.data.task import Sample, Turn
 

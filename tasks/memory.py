@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, ClassVar
 
+from kvcompress.common.memory import is_oom, release
 from kvcompress.data.grid import GridTask
 from kvcompress.data.task import Sample
 from kvcompress.measure import footprint, latency
 from kvcompress.measure.latency import FULL, OURS, Shape
-from kvcompress.measure.machine import is_oom, release
 from kvcompress.models.compat import max_positions
 
 FIGURES = (

@@ -17,8 +17,10 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from kvcompress import metrics
+from kvcompress.common.hashing import content_hash
+from kvcompress.common.prose import Encoder
 from kvcompress.data import jsonl, prompts
-from kvcompress.data.haystack import ADJECTIVES, NOUNS, Encoder, fill, follow_up, frame, load_haystack
+from kvcompress.data.haystack import ADJECTIVES, NOUNS, fill, follow_up, frame, load_haystack
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.tasks import kv_retrieval, needle
 
@@ -198,12 +200,12 @@ class MultiQuestion(Task):
             return {"haystack": load_haystack(self.haystack, self.data, self.essays).source}
         if self.form == "kv_retrieval":
             return self._pairs().fingerprint()
-        return {"data": jsonl.content_hash(self._file()), "records": rows}
+        return {"data": content_hash(self._file()), "records": rows}
 
     def provenance(self) -> dict[str, Any]:
         if self.form == "kv_retrieval":
             return self._pairs().provenance()
-        return {} if self.form == "needles" else {"data": f"file:{jsonl.content_hash(self._file())}"}
+        return {} if self.form == "needles" else {"data": f"file:{content_hash(self._file())}"}
 
     def settings(self) -> dict[str, Any]:
         # where the data lies is no setting: what it holds is in the fingerprint

@@ -16,8 +16,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from kvcompress import metrics
+from kvcompress.common.prose import Encoder
 from kvcompress.data import prompts
-from kvcompress.data.haystack import ADJECTIVES, NOUNS, Encoder, Haystack, essays_folder, fill, frame, load_haystack
+from kvcompress.data.haystack import ADJECTIVES, NOUNS, Haystack, essays_folder, fill, frame, load_haystack
 from kvcompress.data.task import Sample, Task, Turn
 
 RULER_NEEDLE = "One of the special magic numbers for {key} is: {value}."

@@ -22,9 +22,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcompress.data import jsonl, passages, prompts
+from kvcompress.common.hashing import content_hash
+from kvcompress.common.prose import Encoder
+from kvcompress.data import passages, prompts
 from kvcompress.data.divergence import along, answered
-from kvcompress.data.haystack import Encoder, frame
+from kvcompress.data.haystack import frame
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.measure.measuring import PeakMemory, quartiles, synchronize
 from kvcompress.method.parts import OneShot, Prefill
@@ -148,10 +150,10 @@ class Rag(Task):
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"data": jsonl.content_hash(self.file()), "records": len(passages.read(self.file()))}
+        return {"data": content_hash(self.file()), "records": len(passages.read(self.file()))}
 
     def provenance(self) -> dict[str, Any]:
-        return {"data": f"file:{jsonl.content_hash(self.file())}"}
+        return {"data": f"file:{content_hash(self.file())}"}
 
     def settings(self) -> dict[str, Any]:
         # where the data lies is no setting: what it holds is in the fingerprint

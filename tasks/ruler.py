@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 import yaml
 
 from kvcompress import metrics
-from kvcompress.data import jsonl, prompts, ruler
+from kvcompress.common.hashing import content_hash
+from kvcompress.data import prompts, ruler
 from kvcompress.data.haystack import load_haystack
 from kvcompress.data.questions import read_questions
 from kvcompress.data.task import Sample, Task, Turn, of_suite
@@ -123,7 +124,7 @@ class Ruler(Task):
         if about["kind"] == "qa":
             path = self.file()
             read_questions(path, about["reader"])  # refused here if broken, before a model is loaded
-            facts["data"] = jsonl.content_hash(path)
+            facts["data"] = content_hash(path)
         if about.get("haystack") == "essay":
             facts["haystack"] = _essay(self.data, self.essays)[0]
         if about.get("keys") == "words" or self.task == "cwe":
@@ -131,7 +132,7 @@ class Ruler(Task):
         return facts
 
     def provenance(self) -> dict[str, Any]:
-        return {"data": f"file:{jsonl.content_hash(self.file())}"} if self.about["kind"] == "qa" else {}
+        return {"data": f"file:{content_hash(self.file())}"} if self.about["kind"] == "qa" else {}
 
     def settings(self) -> dict[str, Any]:
         # where the questions lie is no setting: what they are is in the fingerprint

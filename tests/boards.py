@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common import hashing
 from kvcompress.sweep import record
 
 BASELINE = {"parts.scorer": "none", "parts.allocator": "uniform"}
@@ -49,7 +50,7 @@ def run(
     **more: Any,
 ) -> str:
     """Write a finished run; its id. `scores`: one per sample, at depths from 0 to 1, or the samples themselves."""
-    run_id = record.digest([sweep, pair, task, method, budget, str(more.get("variant"))])
+    run_id = hashing.digest([sweep, pair, task, method, budget, str(more.get("variant"))])
     rows: list[dict] = [
         s if isinstance(s, dict) else sample(f"s{i}", s, depth=i / max(1, len(scores) - 1))
         for i, s in enumerate(scores)
@@ -100,7 +101,7 @@ def run(
             "time.tpot_s": 0.02 + share / 100,
             "protocol.pair": pair,
             "protocol.question": "seen",
-            "versions.source": record.source_hash(),
+            "versions.source": hashing.source_hash(),
         }
     )
     folder.finish(made | more)

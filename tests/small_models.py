@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvcompress.hook.auxiliary import remember_tokenizer
+from kvcompress.models.tokenizers import remember_tokenizer
 
 VOCAB = 128
 WINDOW = 6

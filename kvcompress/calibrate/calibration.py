@@ -19,9 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvcompress.common.atomic_files import replacing
+from kvcompress.common.hashing import source_hash
 from kvcompress.method import Method
 from kvcompress.models.loading import cache_dir
-from kvcompress.sweep.record import source_hash
 
 Tensor = torch.Tensor
 

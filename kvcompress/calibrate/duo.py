@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from kvcompress.data.haystack import NOUNS, Encoder, fill, frame, load_haystack
+from kvcompress.common.prose import Encoder
+from kvcompress.data.haystack import NOUNS, fill, frame, load_haystack
 from kvcompress.hook.session import compress
 from kvcompress.method import LayerView, Method, Needs, Observed, Scorer, State, Tensor
 from kvcompress.models import compat

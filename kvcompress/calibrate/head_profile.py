@@ -17,7 +17,7 @@ import torch
 
 from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.calibrate import calibration
-from kvcompress.data.haystack import built_in_prose
+from kvcompress.common.prose import built_in_prose
 from kvcompress.hook.session import compress
 from kvcompress.method import Method, Reader, State, Tensor
 from kvcompress.models import compat

@@ -24,9 +24,10 @@ from safetensors import SafetensorError, safe_open
 
 from kvcompress.calibrate import calibration
 from kvcompress.data.haystack import load_haystack
-from kvcompress.hook.auxiliary import tokenizer_of
+from kvcompress.method.latents import grouped
 from kvcompress.models import compat
 from kvcompress.models.loading import cache_dir
+from kvcompress.models.tokenizers import tokenizer_of
 
 Tensor = torch.Tensor
 Allocation = Literal["uniform", "energy"]
@@ -132,11 +133,6 @@ def outputs(model: Any, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
             held: Any = cache.layers[i]
             keys = rotations[i].unrotate(held.keys.float(), positions)
             yield i, keys[0].transpose(0, 1), held.values[0].float().transpose(0, 1)
-
-
-def grouped(x: Tensor, group: int) -> Tensor:
-    """`[..., H_kv, D]` → `[..., H_kv / group, group * D]`: a group's heads side by side."""
-    return x.unflatten(-2, (-1, group)).flatten(-2)
 
 
 def second_moments(model: Any, ids: Tensor, group: int) -> dict[Side, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -96,9 +95,3 @@ def numbered(path: Path, fields: tuple[str, ...] = ()) -> tuple[tuple[int, dict[
     if not rows:
         raise ValueError(f"{path} holds no record")
     return tuple(rows)
-
-
-@lru_cache(maxsize=32)
-def content_hash(path: Path) -> str:
-    """16 hex digits that change with the content."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

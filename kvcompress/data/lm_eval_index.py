@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvcompress.sweep.record import digest
+from kvcompress.common.hashing import digest
 
 SEED = 1234  # of lm-eval's choice of examples; ours is added to it
 

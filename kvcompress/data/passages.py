@@ -20,8 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common.prose import Encoder
 from kvcompress.data import jsonl
-from kvcompress.data.haystack import Encoder
 
 KINDS = {
     "passages": ("passages", "question", "answers"),

@@ -15,8 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
+from kvcompress.common.hashing import content_hash
+from kvcompress.common.prose import Encoder
 from kvcompress.data import grading, hub, jsonl, prompts
-from kvcompress.data.haystack import Encoder, frame
+from kvcompress.data.haystack import frame
 from kvcompress.data.task import Sample, Task, Turn, merged, prefill
 from kvcompress.measure.measuring import PeakMemory
 
@@ -158,7 +160,7 @@ class Reasoning(Task):
     def provenance(self) -> dict[str, Any]:
         path = Path(self.path) if self.path else Path(self.data or "") / "reasoning" / self.file
         if self.path or (self.data and path.is_file()):
-            return {"data": f"file:{jsonl.content_hash(path)}"}
+            return {"data": f"file:{content_hash(path)}"}
         source = hub.Source(*self.hub, self.revision)
         revision = hub.fetch(source).revision
         return {"data": f"hub:{source}@{revision}", "revision": revision}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvcompress.common.hashing import content_hash
 from kvcompress.data import hub, jsonl, prompts
 from kvcompress.data.task import Sample, Task, Turn
 
@@ -148,7 +149,7 @@ class RowsTask(Task):
     def provenance(self) -> dict[str, Any]:
         path, source = self.file(), self.hub()
         if path is not None or source is None:
-            return {"data": None if path is None else f"file:{jsonl.content_hash(path)}"}
+            return {"data": None if path is None else f"file:{content_hash(path)}"}
         revision = hub.fetch(source).revision
         return {"data": f"hub:{source}@{revision}", "revision": revision}
 

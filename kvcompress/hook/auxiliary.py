@@ -9,7 +9,6 @@ a pass is the strongest attention each key got, beside the keys.
 from __future__ import annotations
 
 import copy
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +29,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 LEAST = torch.finfo(torch.float32).tiny  # an attention that rounds to nothing: 0 says that no pass has observed the key
-
-_tokenizers: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-def remember_tokenizer(model: torch.nn.Module, tokenizer: Any) -> None:
-    """Note which tokenizer belongs to a model, for methods that write prompts of their own."""
-    _tokenizers[model] = tokenizer
-
-
-def tokenizer_of(model: torch.nn.Module) -> Any:
-    """The tokenizer that was loaded with a model, or None."""
-    return _tokenizers.get(model)
 
 
 class PassLayer(CompressedLayer):

@@ -15,12 +15,15 @@ from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.forward import Forward, Fusing
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.pages import PagedReader, check_host
-from kvcompress.hook import auxiliary
+from kvcompress.hook import (
+    attention,  # noqa: F401  (registers the attention function)
+    auxiliary,
+)
 from kvcompress.hook.compatibility import check_codec, check_tokenizer
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.static_decode import FixedCache
 from kvcompress.method import Method
-from kvcompress.models import compat
+from kvcompress.models import compat, tokenizers
 
 Tensor = torch.Tensor
 
@@ -37,7 +40,7 @@ class Hooks:
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
         check_codec(model, method.parts().codec)  # before it is bound, which may take a measurement
         method = method.ready(model)
-        self.tokenizer = auxiliary.tokenizer_of(model) if tokenizer is None else tokenizer
+        self.tokenizer = tokenizers.tokenizer_of(model) if tokenizer is None else tokenizer
         if self.tokenizer is not None:
             method = method.for_tokenizer(self.tokenizer)
         self.model, self.method = model, method

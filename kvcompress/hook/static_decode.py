@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layouts import DenseStore, RaggedStore
+from kvcompress.common.memory import is_oom
 from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block, visible
-from kvcompress.measure.machine import is_oom
 from kvcompress.models import compat
 
 Tensor = torch.Tensor

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from kvcompress.common.memory import release
 from kvcompress.measure import footprint
 from kvcompress.measure.latency import FULL, OURS, again, batch_ids, request
-from kvcompress.measure.machine import release
 from kvcompress.measure.measuring import synchronize, timed
 from kvcompress.measure.serving_simulation import Costs, simulate
 from kvcompress.measure.timing import Laps, in_turn, ratio

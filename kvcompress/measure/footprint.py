@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from kvcompress.common.memory import is_oom, release
 from kvcompress.measure.latency import Shape, again, batch_ids
-from kvcompress.measure.machine import exact_heap, is_oom, memory_now, release
+from kvcompress.measure.machine import exact_heap, memory_now
 from kvcompress.measure.measuring import PeakMemory, synchronize, trim
 
 Tensor = torch.Tensor

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from kvcompress.data.haystack import Encoder, prose_ids
+from kvcompress.common.memory import is_oom, release
+from kvcompress.common.prose import Encoder, prose_ids
 from kvcompress.hook.session import Session, compress
 from kvcompress.measure import machine
-from kvcompress.measure.machine import is_oom, release
 from kvcompress.measure.measuring import synchronize
 from kvcompress.measure.timing import Laps, Spread, by_place, in_turn, quarters, ratio, slope
 from kvcompress.method import Method

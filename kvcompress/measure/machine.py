@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import os
 import shutil
 import statistics
@@ -31,22 +30,6 @@ _QUERIES = {
 }
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt, from malloc.h
 _ENDURING = ("driver", "clock_sm_max_mhz", "power_limit_w")
-
-
-def is_oom(error: BaseException) -> bool:
-    """True where memory ran out, on the device or on the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        text in str(error).lower() for text in ("out of memory", "can't allocate memory", "not enough memory")
-    )
-
-
-def release() -> None:
-    """Give memory back that nothing holds any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 @contextmanager

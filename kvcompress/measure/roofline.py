@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from kvcompress.measure.machine import Device, release
+from kvcompress.common.memory import release
+from kvcompress.measure.machine import Device
 from kvcompress.measure.measuring import Timer
 from kvcompress.models.compat import text_config
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvcompress.measure.machine import Device, is_oom, release
+from kvcompress.common.memory import is_oom, release
+from kvcompress.measure.machine import Device
 from kvcompress.measure.measuring import quartiles, synchronize
 
 Result = TypeVar("Result")

@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvcompress.calibrate.low_rank import grouped
 from kvcompress.method.codec import Slots
 
 Tensor = torch.Tensor
+
+
+def grouped(x: Tensor, group: int) -> Tensor:
+    """`[..., H_kv, D]` → `[..., H_kv / group, group * D]`: a group's heads side by side."""
+    return x.unflatten(-2, (-1, group)).flatten(-2)
 
 
 @dataclass(eq=False)

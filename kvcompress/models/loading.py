@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcompress.hook.auxiliary import remember_tokenizer
 from kvcompress.models.packaged_models import EMBEDDED, Embedded, joined, pieces_of
 from kvcompress.models.placement import resolve_device, resolve_dtype
 from kvcompress.models.random_models import FULL, SMALL, byte_tokenizer, random_config, random_model
+from kvcompress.models.tokenizers import remember_tokenizer
 
 __all__ = ["EMBEDDED", "cache_dir", "eos_ids", "load", "load_tokenizer", "names", "random_model"]
 __all__ += ["resolve_device", "resolve_dtype"]

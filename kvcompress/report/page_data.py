@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from kvcompress.common.hashing import digest
 from kvcompress.report import stats
 from kvcompress.report.averages import ranked, suites
 from kvcompress.report.command import Commands
@@ -21,7 +22,7 @@ from kvcompress.report.heatmap import grid
 from kvcompress.report.run_index import Loaded, named, ordered
 from kvcompress.report.series import series
 from kvcompress.report.table import title
-from kvcompress.sweep.record import digest, is_baseline
+from kvcompress.sweep.record import is_baseline
 
 Record = dict[str, Any]
 POINTS = 64  # of a line along a generation

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common.hashing import source_hash
 from kvcompress.report import stats
-from kvcompress.sweep.record import FINISHED, is_baseline, read_record, read_rows, source_hash
+from kvcompress.sweep.record import FINISHED, is_baseline, read_record, read_rows
 
 NONE = "–"
 

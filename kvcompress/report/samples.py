@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common.hashing import digest
 from kvcompress.report.page_data import number
-from kvcompress.sweep.record import digest
 
 LONGEST = 8000  # characters of one output; the record's own file has the rest
 PREFIX = "run-", "prompts-"

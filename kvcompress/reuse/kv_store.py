@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvcompress.hook.auxiliary import tokenizer_of
+from kvcompress.models.tokenizers import tokenizer_of
 from kvcompress.reuse.disk_tier import Damaged, DiskTier, Entry
 from kvcompress.reuse.model_identity import identity
 from kvcompress.reuse.stored_form import Exact, Form, Grouped

@@ -6,7 +6,6 @@ is done, `record.json` (written to a temporary file and renamed, so that it is w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -18,8 +17,8 @@ from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
 from kvcompress.common.atomic_files import replacing
+from kvcompress.common.hashing import source_hash
 
-FLOAT_DIGITS = 6
 FINISHED = ("ok", "inactive")
 STATUSES = ("ok", "failed", "oom", "inactive", "partial")
 TIMES = ("time.ttft_s", "time.tpot_s", "time.prefill_s", "time.compress_s")
@@ -76,41 +75,6 @@ KINDS: dict[str, Any] = {
 # what boards reckon with, by the start of its name: a number or null; parts and protocols are names
 NUMBERS = ("kv.", "time.", "memory.", "share_", "delta_", "score_", "protocol.truncated_", "protocol.hit_max_")
 NAMES = ("protocol.pair", "kv.storage", "kv.moment", "metric", "dtype", "device")
-
-
-def canonical(value: Any) -> Any:
-    """`value` as plain JSON types: keys sorted, floats rounded to 6 digits, tuples as lists."""
-    if isinstance(value, Mapping):
-        return {str(key): canonical(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, (list, tuple)):
-        return [canonical(item) for item in value]
-    if isinstance(value, float):
-        return round(value, FLOAT_DIGITS)
-    if value is None or isinstance(value, (str, int, bool)):
-        return value
-    return str(value)
-
-
-def digest(value: Any) -> str:
-    """16 hexadecimal digits that stand for `value`; the int 1 and the float 1.0 differ."""
-    text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@lru_cache(maxsize=1)
-def source_hash() -> str:
-    """Hash of the sources of the library, its methods (with their data) and its tasks: what a stale record had not."""
-    import kvcompress
-    import kvcompress.methods
-    import kvcompress.tasks
-
-    found = hashlib.sha256()
-    for package in (kvcompress, kvcompress.methods, kvcompress.tasks):
-        root = Path(str(package.__file__)).parent
-        for path in sorted([*root.rglob("*.py"), *root.rglob("data/**/*.json")]):
-            found.update(f"{package.__name__}/{path.relative_to(root).as_posix()}\0".encode())
-            found.update(path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
-    return found.hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)

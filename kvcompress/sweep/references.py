@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvcompress.common.atomic_files import replacing
+from kvcompress.common.hashing import digest
 from kvcompress.data.task import Sample, Task
 from kvcompress.method import Method
-from kvcompress.sweep.record import digest
 
 FOLDER = ".references"
 

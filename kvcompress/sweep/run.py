@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvcompress import tracking
-from kvcompress.measure.machine import is_oom, release
+from kvcompress.common.memory import is_oom, release
 from kvcompress.method.budget import NotTogether
 from kvcompress.models import loading
 from kvcompress.sweep import record

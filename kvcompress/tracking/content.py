@@ -11,7 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvcompress.sweep.record import FINISHED, RunFolder, canonical, held_at, read_record
+from kvcompress.common.hashing import canonical
+from kvcompress.sweep.record import FINISHED, RunFolder, held_at, read_record
 
 TAG = 64  # characters that wandb takes
 TEXT = 10_000  # characters of an answer in the table; samples.jsonl has the rest

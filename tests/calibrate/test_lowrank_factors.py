@@ -8,6 +8,7 @@ from small_models import random_ids, small_model
 
 from kvcompress.calibrate import low_rank
 from kvcompress.calibrate.low_rank import Basis, CalibrationText, allocate, factorise, outputs, stored
+from kvcompress.method.latents import grouped
 from kvcompress.models import compat
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "phi3", "gemma3_text", "smollm3", "gpt_oss"]
@@ -59,7 +60,7 @@ def test_the_error_of_a_rank_is_the_whitened_singular_values_it_discards(group):
     factors, hidden = factorise(model, ids, group), inputs_of(model, ids)
     keys = {}
     for layer, k, _ in outputs(model, ids):
-        keys.setdefault(layer, []).append(low_rank.grouped(k, group))
+        keys.setdefault(layer, []).append(grouped(k, group))
     for layer, parts in keys.items():
         x, basis = torch.cat(parts), factors.sides[layer, "keys"]
         moment = hidden[layer].T @ hidden[layer] / len(hidden[layer])

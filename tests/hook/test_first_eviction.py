@@ -10,8 +10,8 @@ from small_models import CharacterTokenizer, left_padded, random_ids, small_mode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcompress import compress
-from kvcompress.hook.auxiliary import remember_tokenizer
 from kvcompress.methods import METHODS, Full
+from kvcompress.models.tokenizers import remember_tokenizer
 
 LENGTHS = [22, 13]
 STEPS = 8

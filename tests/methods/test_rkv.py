@@ -349,7 +349,7 @@ def test_texts_become_token_ids_and_are_refused_without(monkeypatch):
     """A schedule that speaks of tokens needs a tokenizer, and a closing tag of one token."""
     method = RKV(budget=12, window=3, schedule=Schedule(newline=True, until="</think>"))
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="tokenizer=tokenizer"):
-        patch.setattr("kvcompress.hook.auxiliary.tokenizer_of", lambda model: None)
+        patch.setattr("kvcompress.models.tokenizers.tokenizer_of", lambda model: None)
         compress(small_model(), method)
     schedule = compress(small_model(), method, tokenizer=Words()).method.parts().schedule
     assert schedule.newline_ids == (1, 2) and schedule.until_ids == (3,)

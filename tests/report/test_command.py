@@ -8,8 +8,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from kvcompress.common import hashing
 from kvcompress.report.command import Commands, from_hydra
-from kvcompress.sweep import record
 from kvcompress.sweep.config import build_method, build_task, check_overrides, composing, folder
 from kvcompress.sweep.launcher.cell import identity
 
@@ -33,7 +33,7 @@ def left_behind(path, compose, overrides):
 
 
 def run_id(config):
-    return record.digest(identity(config, build_method(config), build_task(config)))
+    return hashing.digest(identity(config, build_method(config), build_task(config)))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcompress.common import hashing
 from kvcompress.report import curves, iso_bytes
 from kvcompress.report.cli import main
 from kvcompress.report.curves import by_budget, by_bytes, draw_all
@@ -24,7 +25,7 @@ def made(method, budget, task="needle", **more):
     scorer, allocator, schedule = PARTS.get(method, ("S", "uniform", "prompt"))
     kl = None if task == "needle" else 1e-12 if budget == 1.0 else 0.2 / budget
     return dict.fromkeys(record.KEYS) | {
-        "run_id": record.digest([method, budget, task, more]),
+        "run_id": hashing.digest([method, budget, task, more]),
         "status": "ok",
         "model": "tiny/model",
         "task": task,
@@ -45,7 +46,7 @@ def made(method, budget, task="needle", **more):
         "kv.bytes_peak": 2e7 * budget,
         "kv.bytes_mean": 1e7 * budget,
         "protocol.pair": task,
-        "versions.source": record.source_hash(),
+        "versions.source": hashing.source_hash(),
         **({} if kl is None else {"metrics.kl": kl, "metrics.curve_position": [0, 1], "metrics.curve_kl": [0.0, kl]}),
         **more,
     }

@@ -9,6 +9,7 @@ import json
 import pytest
 from rich.console import Console
 
+from kvcompress.common import hashing
 from kvcompress.report import figure, heatmap
 from kvcompress.report.cli import main
 from kvcompress.report.heatmap import grid
@@ -20,7 +21,7 @@ from kvcompress.sweep import record
 
 def make(folder, method, budget, score, *, scorer="S", status="ok", lengths=(1000,), **more):
     """A finished run of two depths per length: the first found with `score`, the second always."""
-    run_id = record.digest([method, budget])
+    run_id = hashing.digest([method, budget])
     run = record.RunFolder(folder, "board", run_id)
     run.open("")
     for length in lengths:
@@ -46,7 +47,7 @@ def make(folder, method, budget, score, *, scorer="S", status="ok", lengths=(100
         "time.ttft_s": 1.5,
         "time.tpot_s": 0.05,
         "protocol.pair": "p",
-        "versions.source": record.source_hash(),
+        "versions.source": hashing.source_hash(),
     }
     run.finish(made | more)
     return run
@@ -93,7 +94,7 @@ def test_no_number_is_cut_in_80_columns(results):
     out = io.StringIO()
     records = [entry.record for entry in load([results]).entries if entry.record["status"] == "ok"]
     records[0]["method"] = "streamingllm"
-    leaderboard([r | {"versions.source": record.source_hash()} for r in records], Console(file=out, width=80))
+    leaderboard([r | {"versions.source": hashing.source_hash()} for r in records], Console(file=out, width=80))
     assert "…" not in out.getvalue()
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcompress.common import hashing
 from kvcompress.sweep import record
 
 
@@ -41,9 +42,9 @@ def row(key, score=1.0, source="s", active=True, finished="stop"):
 
 
 def test_digest_rounds_floats_ignores_key_order_and_tells_one_token_from_the_whole():
-    assert record.digest({"a": 0.1 + 0.2, "b": 1}) == record.digest({"b": 1, "a": 0.3})
-    assert record.digest({"budget": 1}) != record.digest({"budget": 1.0})
-    assert record.digest([0.25]) != record.digest([0.250001])
+    assert hashing.digest({"a": 0.1 + 0.2, "b": 1}) == hashing.digest({"b": 1, "a": 0.3})
+    assert hashing.digest({"budget": 1}) != hashing.digest({"budget": 1.0})
+    assert hashing.digest([0.25]) != hashing.digest([0.250001])
 
 
 @given(
@@ -53,7 +54,7 @@ def test_digest_rounds_floats_ignores_key_order_and_tells_one_token_from_the_who
 @settings(max_examples=50, deadline=None)
 def test_changing_any_value_changes_the_digest(cell, data):
     key = data.draw(st.sampled_from(sorted(cell)))
-    assert record.digest(cell) != record.digest(cell | {key: [cell[key]]})
+    assert hashing.digest(cell) != hashing.digest(cell | {key: [cell[key]]})
 
 
 def test_a_half_written_last_line_is_left_out_and_the_rest_kept(tmp_path):
@@ -139,7 +140,7 @@ def test_deltas_are_paired_on_common_samples_and_filled_when_the_baseline_arrive
 
 
 def test_source_hash_covers_library_methods_and_tasks():
-    assert len(record.source_hash()) == 16 and record.versions()["versions.source"] == record.source_hash()
+    assert len(hashing.source_hash()) == 16 and record.versions()["versions.source"] == hashing.source_hash()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from composed import composed
 from rich.console import Console
 
+from kvcompress.common import hashing
 from kvcompress.sweep import config, record, run
 from kvcompress.sweep.run import Outcome, Runner, summary
 from kvcompress.tasks import Needle
@@ -44,7 +45,7 @@ def runner():
 
 
 def identity(made):
-    return record.digest(run.identity(made, config.build_method(made), config.build_task(made)))
+    return hashing.digest(run.identity(made, config.build_method(made), config.build_task(made)))
 
 
 def count_samples(monkeypatch, stop_after=None):
@@ -71,7 +72,7 @@ def test_a_cell_leaves_a_complete_record(cell, runner, tmp_path):
     assert 0.25 <= stored["kv.ratio"] <= 0.28 and stored["share_inactive"] == 0.0
     assert stored["time.ttft_s"] >= stored["time.prefill_s"] > 0 and stored["time.tpot_s"] > 0
     assert stored["protocol.question"] == "seen" and stored["protocol.haystack"] == "noise"
-    assert stored["versions.source"] == record.source_hash() and stored["versions.torch"] == torch.__version__
+    assert stored["versions.source"] == hashing.source_hash() and stored["versions.torch"] == torch.__version__
     assert stored["delta_full"] is None and stored["error"] is None
     assert len((tmp_path / "test" / outcome.run_id / "samples.jsonl").read_text().splitlines()) == 4
 

@@ -24,7 +24,8 @@ from lm_eval import evaluator  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from kvcompress.lm_eval import CompressedLM, Encoding  # noqa: E402
+from kvcompress.data.lm_eval_encoding import Encoding
+from kvcompress.lm_eval import CompressedLM
 
 THINGS = ("river", "stone", "apple", "violin", "cloud", "tiger")
 CHOICE = """

@@ -14,7 +14,8 @@ from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
 from kvcompress import compress, load
-from kvcompress.data.haystack import Encoder, follow_up, frame
+from kvcompress.common.prose import Encoder
+from kvcompress.data.haystack import follow_up, frame
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.method import Method
 from kvcompress.models.random_models import byte_tokenizer

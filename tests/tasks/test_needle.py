@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from kvcompress.data.haystack import NOISE, Encoder, built_in_prose, load_haystack, split_sentences
+from kvcompress.common.prose import Encoder, built_in_prose
+from kvcompress.data.haystack import NOISE, load_haystack, split_sentences
 from kvcompress.models.random_models import byte_tokenizer
 from kvcompress.tasks import TASKS
 from kvcompress.tasks.needle import CLASSIC_NEEDLE, Needle

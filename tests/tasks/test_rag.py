@@ -13,8 +13,8 @@ from test_kvstore import Rounding
 from test_longbench import CHAT, bpe
 
 from kvcompress import compress, load
+from kvcompress.common.prose import Encoder
 from kvcompress.data import passages
-from kvcompress.data.haystack import Encoder
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.method import Method
 from kvcompress.methods import CacheBlend, Full, SnapKV

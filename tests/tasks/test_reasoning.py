@@ -12,6 +12,7 @@ from rich.console import Console
 
 import kvcompress.conf
 from kvcompress import compress, load
+from kvcompress.common import hashing
 from kvcompress.data import grading, hub, reasoning
 from kvcompress.methods import RKV
 from kvcompress.models.random_models import byte_tokenizer
@@ -220,7 +221,7 @@ def test_a_sweep_over_methods_under_one_schedule_makes_records_and_figures(file,
 def test_the_place_of_the_file_is_no_part_of_the_run_but_its_content_is(file, cell, tmp_path):
     def identity(path):
         made = cell("task=reasoning/gsm8k", f"task.path={path}")
-        return run.record.digest(run.identity(made, config.build_method(made), config.build_task(made)))
+        return hashing.digest(run.identity(made, config.build_method(made), config.build_task(made)))
 
     other = tmp_path / "copy.jsonl"
     other.write_text(file.read_text())

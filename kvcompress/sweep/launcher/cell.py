@@ -11,10 +11,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kvcompress import tracking
+from kvcompress.common import hashing
+from kvcompress.common.memory import is_oom
 from kvcompress.data.task import Sample, Task
 from kvcompress.hook.compression import KERNELS
 from kvcompress.hook.static_decode import DECODES
-from kvcompress.measure.machine import is_oom
 from kvcompress.measure.measuring import hardware
 from kvcompress.method import Method
 from kvcompress.method.budget import NotTogether
@@ -87,7 +88,7 @@ def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
 
 def pair_id(cell: Mapping[str, Any]) -> str:
     """What cells share that may be compared: everything but method, parts and budget."""
-    return record.digest({key: value for key, value in cell.items() if key not in ("method", "parts", "budget")})
+    return hashing.digest({key: value for key, value in cell.items() if key not in ("method", "parts", "budget")})
 
 
 def check_lengths(samples: Sequence[Sample], model: Any, method: Method) -> None:
@@ -110,7 +111,7 @@ def check_lengths(samples: Sequence[Sample], model: Any, method: Method) -> None
 def model_key(config: Any) -> str:
     """What a loaded model is good for: cells with the same key use the same one."""
     settings = OmegaConf.to_container(config.model, resolve=True)
-    return record.digest([settings, config.dtype, str(config.device), config.seed])
+    return hashing.digest([settings, config.dtype, str(config.device), config.seed])
 
 
 def check(config: DictConfig) -> None:
@@ -160,9 +161,9 @@ class Cell:
         if reason is not None:
             raise NotTogether(f"batch={config.batch}: {reason}; use batch=1")
         self.identity = identity(config, self.method, self.task)
-        self.run_id = record.digest(self.identity)
+        self.run_id = hashing.digest(self.identity)
         self.folder = record.RunFolder(Path(config.paths.results), config.sweep.name, self.run_id)
-        self.source = record.source_hash()
+        self.source = hashing.source_hash()
         self.done: set[str] = set()
         self.total = 0
         self.shared = False

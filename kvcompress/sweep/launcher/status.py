@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcompress.common import hashing
 from kvcompress.sweep import record
 from kvcompress.sweep.launcher.cell import last_line
 from kvcompress.sweep.launcher.lock import holder
@@ -50,7 +51,7 @@ def _entry(sweep: Path, run_id: str, noted: dict[str, Any]) -> dict[str, Any]:
         entry |= {"status": "missing", "note": "begun, not finished" if entry["samples"] else ""}
     else:
         finished = written["status"] in record.FINISHED
-        stale = finished and written.get("versions.source") != record.source_hash()
+        stale = finished and written.get("versions.source") != hashing.source_hash()
         entry |= {"status": "stale" if stale else written["status"], "note": last_line(written.get("error"))}
     return entry
 

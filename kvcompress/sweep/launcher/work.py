@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvcompress import tracking
+from kvcompress.common.memory import is_oom, release
 from kvcompress.data.task import Sample
 from kvcompress.hook.joint_decoding import decode_together
 from kvcompress.hook.session import compress
 from kvcompress.hook.shared_prefill import SharedPrefill, prefill_once
-from kvcompress.measure.machine import is_oom, release
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.models import loading
 from kvcompress.sweep import batches, sanity
