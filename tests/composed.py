@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from kvcompress.sweep import config
-from kvcompress.sweep.launcher.compose import compose_once_per_choice
+from kvcompress.sweep.compose import compose_once_per_choice
 
 _made: dict[Any, Any] = {}
 
