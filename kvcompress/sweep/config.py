@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from kvcompress.sweep import schema_index
-from kvcompress.sweep.compose import compose_once_per_choice
+from kvcompress.sweep.compose import compose_once_per_choice, share_config_store
 from kvcompress.sweep.schemas import Table
 
 PARTS = ("allocator", "codec", "reader", "prefill")
@@ -113,6 +113,7 @@ def register() -> None:
 @functools.lru_cache(maxsize=1)  # making them takes longer than composing a cell
 def _register(table: Table) -> None:
     store = ConfigStore.instance()
+    share_config_store()
     store.store(name="base_config", node=RunConfig)
     for group, node in (("model", ModelConfig), ("sweep", SweepConfig), ("logger", LoggerConfig)):
         store.store(group=group, name=f"base_{group}", node=node)
