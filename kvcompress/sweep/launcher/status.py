@@ -26,7 +26,11 @@ def cells_of(sweep: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is no such sweep, or it was made by a version with another layout.
     """
-    if not sweep.is_dir():
+    try:
+        there = sweep.is_dir()
+    except (OSError, ValueError) as error:  # a name that the file system cannot hold
+        raise ValueError(f"status={str(sweep)[:60]}…: {getattr(error, 'strerror', None) or error}") from None
+    if not there:
         raise ValueError(f"status={sweep}: no such folder; give the folder of a sweep, such as results/default")
     noted = noted_cells(sweep)
     found = {path.parent.name for pattern in ("*/record.json", "*/config.yaml") for path in sweep.glob(pattern)}
