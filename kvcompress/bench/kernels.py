@@ -243,7 +243,7 @@ class Kernels:
 
         def run() -> Tensor:
             if triton_decode.usable(q):
-                return triton_groups.decode(q, unit, features)
+                return triton_groups.decode(q, unit.packed(), features)
             return piecewise_attention(q, unit.pieces("keys"), unit.pieces("values"), features)[0]
 
         def reference() -> Tensor:
@@ -269,7 +269,7 @@ class Kernels:
 
         def run() -> Tensor:
             if triton_pages.usable(q, PAGE):
-                return triton_pages.decode(q, store, chosen, asked, features)
+                return triton_pages.decode(q, *store.block_table(), chosen, asked, features)
             keys, values = (store.read(name, chosen).view(*slots.shape, -1) for name in ("keys", "values"))
             return sdpa_block(q, keys, values, allowed, features.scaling)
 

@@ -192,7 +192,7 @@ def read_pages(
         raise ValueError(f"a reader's selection needs {store.heads} or {q.shape[1]} heads, got {chosen.shape[1]}")
     store.bring(chosen)
     if kernel(layer, reader, q, math) == "triton":
-        output = triton_pages.decode(q, store, chosen, forward.on("positions", q.device), features)
+        output = triton_pages.decode(q, *store.block_table(), chosen, forward.on("positions", q.device), features)
     else:
         output = _attend(layer, store, chosen, q, forward, features, math)
     _note(layer, store, chosen, index, forward)

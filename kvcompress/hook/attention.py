@@ -302,7 +302,7 @@ def _decode_groups(
     for rows, heads, unit in blocks.each():
         of = slice(heads.start * group, heads.stop * group) if heads.start is not None else heads
         if packed:
-            output[rows, of] = triton_groups.decode(q[rows, of], unit, features)
+            output[rows, of] = triton_groups.decode(q[rows, of], unit.packed(), features)
             continue
         sinks = None if features.sinks is None else features.sinks[of]
         mine = replace(features, sinks=sinks)

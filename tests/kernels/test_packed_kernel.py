@@ -37,7 +37,7 @@ def test_packed_codes_are_attended_to_as_if_decoded(n, bits, more, softcap):
     held, features = unit(n, bits, batch=2, more=more), Features(scaling=0.3, softcap=softcap)
     q = torch.randn(2, 6, 1, 16, generator=torch.Generator().manual_seed(1)) * 2
     expected, _ = piecewise_attention(q, held.pieces("keys"), held.pieces("values"), features)
-    assert (triton_groups.decode(q, held, features) - expected).abs().max() <= 1e-5
+    assert (triton_groups.decode(q, held.packed(), features) - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("n", [5, 16, 17, 31, 32, 40])
@@ -56,6 +56,6 @@ def test_on_a_gpu_too(bits, dtype):
     q, features = torch.randn(2, 16, 1, 128, device="cuda", dtype=dtype), Features(scaling=128**-0.5)
     expected, _ = piecewise_attention(q.float(), (x.float() for x in held.pieces("keys")),
                                       (x.float() for x in held.pieces("values")), features)  # fmt: skip
-    assert (triton_groups.decode(q, held, features).float() - expected).abs().max() <= (
+    assert (triton_groups.decode(q, held.packed(), features).float() - expected).abs().max() <= (
         1e-4 if dtype == torch.float32 else 1e-2
     )

@@ -69,7 +69,7 @@ def test_pages_read_in_place_give_what_gathered_ones_give(counts, ragged, group,
     forward = SimpleNamespace(on=lambda name, device: asked)
     features = Features(0.25, window=window)
     expected = pages._attend(LAYER, store, chosen, q, forward, features, True)
-    found = triton_pages.decode(q, store, chosen, asked, features)
+    found = triton_pages.decode(q, *store.block_table(), chosen, asked, features)
     assert found.shape == expected.shape and (found - expected).abs().max() <= 1e-5
 
 

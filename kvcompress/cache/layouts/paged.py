@@ -161,6 +161,12 @@ class PagedStore:
             table = table.repeat_interleave(chosen.shape[1] // table.shape[1], dim=1)
         return self.pool[name].index_select(0, table.gather(2, chosen.clamp(min=0)).clamp_(min=0).flatten())
 
+    def block_table(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys and values `[blocks, size, ...]`, `positions` and the table on the device, once pages under way are in."""
+        if self.host is not None:
+            self.host.arrived(self.device)
+        return self.pool["keys"], self.pool["values"], self.positions, self.on_device()
+
     def shown_bounds(self) -> Tensor:
         """`bounds` of the pages that there are, `[B, H, P, 2D]`; a view."""
         return self.bounds[:, :, : self.most]

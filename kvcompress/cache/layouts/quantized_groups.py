@@ -8,14 +8,12 @@ code depends on another row or on padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvcompress.cache.layouts.dense import exact, gather_slots
-
-if TYPE_CHECKING:
-    from kvcompress.method.codec import GroupedCodec
+from kvcompress.kernels.triton_groups import PackedTokens
+from kvcompress.method.codec import GroupedCodec
 
 Tensor = torch.Tensor
 
@@ -107,6 +105,12 @@ class Unit:
             channels[name] = buffer.held[:, :, first * group // per :]
         near = self.codec.decode_keys(channels)[:, :, start - first * group :].to(self.left["keys"].dtype)
         return torch.cat([near, self.left["keys"]], dim=2), self.left["values"]
+
+    def packed(self) -> PackedTokens:
+        """The buffers of a packed codec as a kernel reads them."""
+        keys, values = ({name: b.tensor for name, b in self.coded[kind].items()} for kind in ("keys", "values"))
+        bits: int = self.codec.bits  # type: ignore[attr-defined]  # which a packed codec has
+        return PackedTokens(keys, values, self.counts["values"], bits, self.codec.group, self.tail())
 
     def whole(self, kind: str) -> Tensor:
         return torch.cat(list(self.pieces(kind)), dim=2)
