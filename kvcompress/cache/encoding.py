@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from kvcompress.cache.forward import Forward
-from kvcompress.cache.layouts import Blocks, DenseStore, PagedStore, RaggedStore, Store
+from kvcompress.cache.layouts import DenseStore, PagedStore, QuantizedGroups, RaggedStore, Store
 from kvcompress.method.codec import Codec, GroupedCodec, Plain, Slots
 from kvcompress.method.view import State
 from kvcompress.models.compat import CacheLayerMixin, Rotation
@@ -51,7 +51,7 @@ class HeldLayer(CacheLayerMixin):
         self.dtype = torch.float32
         self.state: State = {}
         self.sealed = False  # what is held is in the codec's form
-        self.blocks: Blocks | None = None  # keys and values of a grouped codec, in the slots of `store`
+        self.blocks: QuantizedGroups | None = None  # keys and values of a grouped codec, in the slots of `store`
         self.codec_state: State = {}  # beside the codes, dim 0 the row
         self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
         self.steady: Any = None  # `steady.Steady`, while decode drops one token per head and step
@@ -139,7 +139,7 @@ class HeldLayer(CacheLayerMixin):
         self.fresh, store = None, self.held()
         if isinstance(codec, GroupedCodec):
             keys, values, positions = (store.get(name) for name in ("keys", "values", "positions"))
-            self.blocks = Blocks.of(codec, keys, values, positions, store.counts)
+            self.blocks = QuantizedGroups.of(codec, keys, values, positions, store.counts)
             self.blocks.flush()
             self._exchange(store, {})
             return

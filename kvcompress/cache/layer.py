@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvcompress.cache.encoding import BESIDE, HeldLayer, Holder
-from kvcompress.cache.layouts import DenseStore, PagedStore, RaggedStore, RankedStore, Store, joined, keep_slots
+from kvcompress.cache.layouts import DenseStore, PagedStore, RaggedStore, ScoreSortedStore, Store, joined, keep_slots
 from kvcompress.cache.pages import fetch, unpaged
 from kvcompress.method.codec import Plain, overwritten
 from kvcompress.models.compat import Rotation
@@ -172,16 +172,16 @@ class CompressedLayer(HeldLayer):
         """While a prompt runs: hold the best `counts [B, H_kv]` by what the allocator was shown."""
         self.fresh, store = None, self.held()
         self.evicted += int((store.counts - counts).sum())
-        if isinstance(store, RankedStore):
+        if isinstance(store, ScoreSortedStore):
             store.cut(counts)
         else:
             assert self.shown is not None
             channels = {name: store.get(name) for name in store.channels}
-            self.store = RankedStore(channels, self.shown, counts)  # type: ignore[assignment]  # until finish()
+            self.store = ScoreSortedStore(channels, self.shown, counts)  # type: ignore[assignment]  # until finish()
 
     def finish(self) -> None:
         """Put what `cut` left into positional order."""
-        if isinstance(self.store, RankedStore):
+        if isinstance(self.store, ScoreSortedStore):
             ordered = self.store.finish()
             self.store = ordered if ordered.full else keep_slots(ordered, ordered.get("positions") >= 0)
 

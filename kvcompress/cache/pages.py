@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvcompress.cache.layouts import PagedStore, Rebuilt, keep_slots
+from kvcompress.cache.layouts import LowRankKeyPages, PagedStore, keep_slots
 from kvcompress.kernels import triton_pages
-from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block
+from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block
 from kvcompress.method.budget import Budget, NotTogether, cap, check_budget
 from kvcompress.method.parts import Reader
 from kvcompress.method.view import State
@@ -172,7 +172,12 @@ class PagedReader(Reader):
 
 
 def read_pages(
-    layer: CompressedLayer, reader: PagedReader, q: Tensor, forward: Forward, features: Features, math: bool = False
+    layer: CompressedLayer,
+    reader: PagedReader,
+    q: Tensor,
+    forward: Forward,
+    features: AttentionParams,
+    math: bool = False,
 ) -> Tensor:
     """Output `[B, H, 1, D]` of single queries over the pages that the reader selects; without SDPA if `math`."""
     store = paged(layer, reader)
@@ -217,7 +222,7 @@ def _attend(
     chosen: Tensor,
     q: Tensor,
     forward: Forward,
-    features: Features,
+    features: AttentionParams,
     math: bool,
 ) -> Tensor:
     batch, heads, n = chosen.shape
@@ -296,7 +301,7 @@ def paged(layer: CompressedLayer, reader: PagedReader) -> PagedStore:
     return found
 
 
-def factored(layer: CompressedLayer, size: int, rank: int) -> Rebuilt:
+def factored(layer: CompressedLayer, size: int, rank: int) -> LowRankKeyPages:
     """Keys of a layer's full pages in `rank` numbers per token, all heads together."""
     store, cache = layer.held(), layer.holder()
     assert cache.turns is not None
@@ -308,7 +313,7 @@ def factored(layer: CompressedLayer, size: int, rank: int) -> Rebuilt:
     keys = layer.keys_values()[0]
     keys = keys.gather(2, order[:, None, :, None].expand(-1, store.heads, -1, keys.shape[-1]))
     turns = cache.turns[layer.index]
-    return Rebuilt.of(turns.unrotate(keys, at[:, None]), at, store.counts[:, 0], size, rank, turns.rotate)
+    return LowRankKeyPages.of(turns.unrotate(keys, at[:, None]), at, store.counts[:, 0], size, rank, turns.rotate)
 
 
 def unpaged(layer: CompressedLayer) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.cache.layouts import Blocks, RaggedStore, Store
+from kvcompress.cache.layouts import QuantizedGroups, RaggedStore, Store
 from kvcompress.cache.pages import PagedReader, read_pages
 from kvcompress.cache.pages import kernel as page_kernel
 from kvcompress.hook.compression import Compressor
@@ -25,7 +25,7 @@ from kvcompress.hook.static_decode import FixedLayer
 from kvcompress.kernels import triton_decode, triton_groups, triton_mass
 from kvcompress.kernels.blockwise import (
     ALL,
-    Features,
+    AttentionParams,
     blocks,
     sdpa_block,
     softmax_block,
@@ -62,7 +62,7 @@ def kv_attention(
     if dropout:
         raise ValueError("attention dropout is active: call model.eval() before compressing")
     layer: CompressedLayer | FixedLayer | None = kwargs.pop("kv_layer", None)
-    features = Features(
+    features = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
@@ -100,7 +100,9 @@ def kv_attention(
     return output if fusion is None else fusion.widened(output), None
 
 
-def unmasked(layer: CompressedLayer, n: int, forward: Forward, features: Features, compressor: Compressor) -> bool:
+def unmasked(
+    layer: CompressedLayer, n: int, forward: Forward, features: AttentionParams, compressor: Compressor
+) -> bool:
     """True if these `n` queries are a sequence's first tokens, and nothing but what they are is to be looked at."""
     plain = forward.real is None and features.window is None and not wants_math(features, compressor)
     return first_tokens(layer.held(), n) and plain
@@ -111,13 +113,13 @@ def first_tokens(store: Store, n: int) -> bool:
     return store.length == n and store.kind == "dense"
 
 
-def wants_math(features: Features, compressor: Compressor) -> bool:
+def wants_math(features: AttentionParams, compressor: Compressor) -> bool:
     """True if probabilities are wanted of several queries, or SDPA cannot do what the model asks for."""
     return compressor.wants_mass or compressor.blockwise or not features.plain
 
 
 def attend_first(
-    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, features: Features, compressor: Compressor
+    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, features: AttentionParams, compressor: Compressor
 ) -> Tensor:
     """Output `[B, H, n, D_v]` of a sequence's first tokens."""
     compressor.kernel("sdpa")
@@ -131,7 +133,7 @@ def _windowed_layer(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    features: Features,
+    features: AttentionParams,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """A layer that keeps transformers' own cache (sliding window), with the mask transformers made for it."""
@@ -155,7 +157,7 @@ def attend(
     module: torch.nn.Module,
     q: Tensor,
     forward: Forward,
-    features: Features,
+    features: AttentionParams,
     compressor: Compressor,
 ) -> tuple[Tensor, Tensor | None]:
     """Output `[B, H, n, D]`, and probabilities `[B, H_kv, G, 1, P]` of a single query where the method wants them."""
@@ -196,7 +198,7 @@ def _by_sdpa(
     v: Tensor,
     positions: Tensor,
     queries: Tensor,
-    features: Features,
+    features: AttentionParams,
     cut: Sequence[slice],
     ends: Sequence[int],
 ) -> Tensor:
@@ -214,7 +216,7 @@ def _attend_and_sum(
     keys: Tensor,
     values: Tensor,
     forward: Forward,
-    features: Features,
+    features: AttentionParams,
     compressor: Compressor,
 ) -> Tensor:
     """Output `[B, H, n, D]` by SDPA and the attention mass beside it by a kernel of its own, on a GPU."""
@@ -236,7 +238,7 @@ def _attend_and_sum(
     return output
 
 
-def seen_by_all(store: Store, forward: Forward, features: Features, rows: slice, n: int) -> int:
+def seen_by_all(store: Store, forward: Forward, features: AttentionParams, rows: slice, n: int) -> int:
     """How many of the first columns every query of a block sees, so that they need no mask."""
     if store.kind != "dense" or not store.full or forward.real is not None or features.window is not None:
         return 0
@@ -252,7 +254,7 @@ def seen_at_most(store: Store, forward: Forward, number: int, n: int) -> int:
 
 
 def _decode(
-    layer: CompressedLayer, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+    layer: CompressedLayer, q: Tensor, forward: Forward, features: AttentionParams, compressor: Compressor
 ) -> tuple[Tensor, Tensor | None]:
     """One query per row over all that is held, or what the reader selects."""
     store = layer.held()
@@ -290,7 +292,12 @@ def _decode(
 
 
 def _decode_groups(
-    layer: CompressedLayer, blocks: Blocks, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+    layer: CompressedLayer,
+    blocks: QuantizedGroups,
+    q: Tensor,
+    forward: Forward,
+    features: AttentionParams,
+    compressor: Compressor,
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
     packed = blocks.packed and not compressor.wants_probabilities and features.sinks is None and triton_decode.usable(q)
@@ -320,7 +327,12 @@ def _decode_groups(
 
 
 def _decode_lanes(
-    store: RaggedStore, layer: CompressedLayer, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+    store: RaggedStore,
+    layer: CompressedLayer,
+    q: Tensor,
+    forward: Forward,
+    features: AttentionParams,
+    compressor: Compressor,
 ) -> tuple[Tensor, Tensor | None]:
     """Single queries over segments of different lengths, read where they lie."""
     owners = store.owners()
@@ -341,7 +353,7 @@ def _decode_lanes(
 
 
 def _read_selected(
-    layer: CompressedLayer, q: Tensor, forward: Forward, features: Features, compressor: Compressor
+    layer: CompressedLayer, q: Tensor, forward: Forward, features: AttentionParams, compressor: Compressor
 ) -> Tensor:
     keys, values = layer.keys_values()
     positions = layer.positions().expand(-1, keys.shape[1], -1)

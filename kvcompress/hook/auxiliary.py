@@ -19,7 +19,7 @@ from kvcompress.cache.encoding import BESIDE
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore, Store
-from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
+from kvcompress.kernels.blockwise import ALL, AttentionParams, blocks, softmax_block, units, visible
 from kvcompress.method.view import Pass
 from kvcompress.models import compat
 
@@ -50,7 +50,7 @@ class PassLayer(CompressedLayer):
         self.blocks = None if blocks is None else blocks.select_rows(torch.tensor([self.row]))
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def observe(self, q: Tensor, features: Features, forward: Forward) -> None:
+    def observe(self, q: Tensor, features: AttentionParams, forward: Forward) -> None:
         """Raise what the observed keys have got to their strongest attention in this pass, `q [1, H, n, D]`."""
         asked = forward.on("positions", q.device)
         got, inside = strongest(q, self.keys_values()[0], self.positions(), asked, self.of, features)
@@ -76,7 +76,7 @@ def one_row(store: Store, row: int) -> Store:
 
 
 def strongest(
-    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: Features
+    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """The strongest attention that held keys get from the queries of a pass, over query heads and queries, in float32.
 

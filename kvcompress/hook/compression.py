@@ -11,13 +11,13 @@ import torch
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.cache.layouts import RankedStore
+from kvcompress.cache.layouts import ScoreSortedStore
 from kvcompress.common.clock import Clock
 from kvcompress.hook.auxiliary import PassLayer
 from kvcompress.hook.incremental_evictor import steady
 from kvcompress.hook.observed import remember_queries
-from kvcompress.hook.scoring import Attended, Judge
-from kvcompress.kernels.blockwise import Features
+from kvcompress.hook.scoring import Judge, LayerStep
+from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.method import Method
 from kvcompress.method.parts import Reader
 from kvcompress.method.selection import candidates, lowest_slot, top_slots
@@ -115,7 +115,7 @@ class Compressor(Judge):
         for name in self.parts.scorer.prompt_state if self.parts.scorer else ():
             layer.state.pop(name, None)
 
-    def _observe(self, at: Attended) -> None:
+    def _observe(self, at: LayerStep) -> None:
         """Show the scorer this forward."""
         assert self.parts.scorer is not None
         view, observed = self._shown_layer(at)
@@ -125,7 +125,7 @@ class Compressor(Judge):
 
     @torch.no_grad()
     def after_attention(
-        self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
+        self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: AttentionParams
     ) -> None:
         """Called once per layer and forward, when the output that used the un-evicted keys is computed."""
         if layer.temporary:
@@ -149,7 +149,7 @@ class Compressor(Judge):
         elif "queries" in layer.state:
             self._forget_queries(layer)
         layer.queries = q
-        at = Attended(layer, probabilities, features, forward, cache)
+        at = LayerStep(layer, probabilities, features, forward, cache)
         try:
             if self.observing:
                 if forward.phase == "prompt" or schedule.in_decode:
@@ -172,7 +172,7 @@ class Compressor(Judge):
             with self.clock.running(layer.held().get("positions").device):
                 layer.seal()
 
-    def decide(self, at: Attended) -> None:
+    def decide(self, at: LayerStep) -> None:
         """Score, allocate and apply in one layer that has observed this forward, if the schedule says so."""
         layer, decoding = at.layer, at.forward.phase == "decode"
         steadily = decoding and layer.steady is not None and at.cache.closed is None
@@ -190,7 +190,7 @@ class Compressor(Judge):
             else:
                 self._score_later(at)
 
-    def _due(self, at: Attended) -> Tensor | None:
+    def _due(self, at: LayerStep) -> Tensor | None:
         """Rows to compress in this layer now, bool `[B]` on the CPU, or None."""
         layer, cache, forward = at.layer, at.cache, at.forward
         schedule, counts = self.parts.schedule, layer.counts
@@ -225,7 +225,7 @@ class Compressor(Judge):
             return None
         return rows if bool(rows.any()) else None
 
-    def _compress(self, at: Attended, rows: Tensor) -> None:
+    def _compress(self, at: LayerStep, rows: Tensor) -> None:
         layer, cache = at.layer, at.cache
         assert cache.cap is not None
         scores, second, positions = self._score(at)
@@ -274,7 +274,7 @@ class Compressor(Judge):
 
     # ------------------------------------------------------------------ allocators that look at several layers
 
-    def _score_later(self, at: Attended) -> None:
+    def _score_later(self, at: LayerStep) -> None:
         layer = at.layer
         scores, second, positions = self._score(at)
         layer.held().put("score", torch.stack([scores] if second is None else [scores, second], dim=-1))
@@ -287,7 +287,9 @@ class Compressor(Judge):
         scored = [layer for layer in cache.full_layers if layer.shown is not None]
         if not scored or cache.cap is None:
             return
-        shown = [x.store.shown if isinstance(x.store, RankedStore) else x.shown for x in scored if x.shown is not None]
+        shown = [
+            x.store.shown if isinstance(x.store, ScoreSortedStore) else x.shown for x in scored if x.shown is not None
+        ]
         total = cache.cap * scored[0].held().heads * self.n_layers
         stats = [layer.stat for layer in scored]
         counts = [c.cpu() for c in self.parts.allocator.allocate(shown, stats, len(scored), self.n_layers, total)]
@@ -306,7 +308,7 @@ class Compressor(Judge):
         held = layer.counts
         counts, protected = torch.minimum(wanted, held), self._protected(layer.held().heads, cache)
         protection = self._protection(counts, cache)
-        one_stage = isinstance(layer.store, RankedStore) or self._held_scores(layer)[1] is None
+        one_stage = isinstance(layer.store, ScoreSortedStore) or self._held_scores(layer)[1] is None
         one_stage &= layer.blocks is None
         if (
             one_stage
@@ -336,7 +338,7 @@ class Compressor(Judge):
             return
         for layer in cache.full_layers:
             if layer.index in forward.deferred:
-                self.decide(Attended(layer, None, forward.deferred[layer.index], forward, cache))
+                self.decide(LayerStep(layer, None, forward.deferred[layer.index], forward, cache))
                 if self.parts.allocator.scope == "layer":
                     self.seal(layer)
         if self.parts.allocator.scope == "layer":

@@ -8,7 +8,7 @@ import torch
 
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.kernels.blockwise import Features, blocks, logits_block, softmax_block, visible
+from kvcompress.kernels.blockwise import AttentionParams, blocks, logits_block, softmax_block, visible
 from kvcompress.method.view import LayerView, Observed
 from kvcompress.models.compat import Rotation
 
@@ -27,7 +27,7 @@ class LayerObserved(Observed):
         view: LayerView,
         positions: Tensor,
         probabilities: Tensor | None,
-        features: Features,
+        features: AttentionParams,
         forward: Forward,
         rotation: Rotation | None = None,
         projection: torch.nn.Module | None = None,

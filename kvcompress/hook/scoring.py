@@ -11,7 +11,7 @@ from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hook.observed import LayerObserved
-from kvcompress.kernels.blockwise import Features
+from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.method import LayerView, Method, Needs, Scorer
 from kvcompress.method import budget as budgets
 from kvcompress.method.selection import ranked, staged
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Attended:
+class LayerStep:
     """A layer whose attention has run, before anything is evicted: what there is to decide on.
 
     Attributes:
@@ -31,7 +31,7 @@ class Attended:
 
     layer: CompressedLayer
     probabilities: Tensor | None
-    features: Features
+    features: AttentionParams
     forward: Forward
     cache: CompressedCache
 
@@ -60,7 +60,7 @@ class Judge:
             )
         self.projections: dict[int, torch.nn.Module] = {}  # output projections by layer, where they are needed
 
-    def _score(self, at: Attended) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _score(self, at: LayerStep) -> tuple[Tensor, Tensor | None, Tensor]:
         """Scores, scores of a second stage where there is one, and positions."""
         scorer = self.parts.scorer
         assert scorer is not None and at.cache.cap is not None
@@ -85,7 +85,7 @@ class Judge:
             return scores
         return staged(scores, second, positions, counts, protection, scorer.first_share, scorer.protected_first)
 
-    def _shown_layer(self, at: Attended) -> tuple[LayerView, LayerObserved]:
+    def _shown_layer(self, at: LayerStep) -> tuple[LayerView, LayerObserved]:
         """What a scorer sees of a layer."""
         positions = at.layer.positions()
         view = self._view(at.layer, positions, at.forward.phase, self._kept(at.cache))

@@ -19,9 +19,9 @@ from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.observed import remember_queries
-from kvcompress.hook.scoring import Attended
+from kvcompress.hook.scoring import LayerStep
 from kvcompress.hook.session import Session
-from kvcompress.kernels.blockwise import Features
+from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.method import Method, Needs, Scorer
 from kvcompress.method.parts import Prefilled
 
@@ -61,11 +61,11 @@ class Recorder(Compressor):
     def __init__(self, method: Method, n_layers: int, kernel: str, needs: Needs):
         super().__init__(method, n_layers, kernel)
         self.needs = needs
-        self.features: dict[int, Features] = {}
+        self.features: dict[int, AttentionParams] = {}
         self.forward: Forward | None = None
 
     def after_attention(
-        self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
+        self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: AttentionParams
     ) -> None:
         self.features[layer.index] = features
         self.forward = layer.holder().forward
@@ -103,7 +103,7 @@ class SharedPrefill:
 
     ids: Tensor
     cache: CompressedCache
-    features: dict[int, Features]
+    features: dict[int, AttentionParams]
     forward: Forward
     kernels: frozenset[str]
     needs: Needs
@@ -148,7 +148,7 @@ class SharedPrefill:
                 layer.state["queries"] = base.state["queries"][:, :, -size:].clone()
                 layer.state["query_positions"] = base.state["query_positions"][:, -size:].clone()
             if compressor.limited:
-                compressor.decide(Attended(layer, None, self.features[index], forward, cache))
+                compressor.decide(LayerStep(layer, None, self.features[index], forward, cache))
             if at_once or not compressor.limited:
                 compressor.seal(layer)
                 layer.own()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layouts import DenseStore, RaggedStore
 from kvcompress.common.memory import is_oom
-from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block, visible
+from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block, visible
 from kvcompress.models import compat
 
 Tensor = torch.Tensor
@@ -60,7 +60,7 @@ class FixedLayer(compat.CacheLayerMixin):
         self.positions.index_copy_(2, self.column, self.position.expand(-1, self.positions.shape[1], -1))
         return self.keys, self.values
 
-    def attend(self, q: Tensor, features: Features) -> Tensor:
+    def attend(self, q: Tensor, features: AttentionParams) -> Tensor:
         """Output `[B, H, 1, D]` of a single query `[B, H, 1, D]` over all slots that hold a token."""
         assert self.keys is not None and self.values is not None
         allowed = visible(self.positions, self.position[:, 0], features.window)

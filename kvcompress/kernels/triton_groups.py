@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompress.kernels.blockwise import Features, group_queries, logits_block
+from kvcompress.kernels.blockwise import AttentionParams, group_queries, logits_block
 from kvcompress.kernels.triton_decode import MOST_SPLITS, PROGRAMS
 
 Tensor = torch.Tensor
@@ -36,7 +36,7 @@ class PackedTokens:
     tail: tuple[Tensor, Tensor]
 
 
-def decode(q: Tensor, held: PackedTokens, features: Features) -> Tensor:
+def decode(q: Tensor, held: PackedTokens, features: AttentionParams) -> Tensor:
     """Softmax attention of single queries `[b, H, 1, D]` over packed codes and a tail of exact tokens, in float32.
 
     Where keys and values are both coded the kernel reads them packed; the tail, whose values are exact, is a partial
@@ -80,7 +80,7 @@ def decode(q: Tensor, held: PackedTokens, features: Features) -> Tensor:
 
 
 def _launch(
-    kernels: object, q: Tensor, held: PackedTokens, features: Features, partial: tuple[Tensor, ...], splits: int
+    kernels: object, q: Tensor, held: PackedTokens, features: AttentionParams, partial: tuple[Tensor, ...], splits: int
 ) -> None:
     coded_keys, coded_values, tokens = held.keys, held.values, held.tokens
     heads, dim = held.tail[0].shape[1], q.shape[3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcompress.kernels import triton_decode
-from kvcompress.kernels.blockwise import Features
+from kvcompress.kernels.blockwise import AttentionParams
 
 Tensor = torch.Tensor
 
@@ -25,7 +25,7 @@ def decode(
     table: Tensor,
     chosen: Tensor,
     asked: Tensor,
-    features: Features,
+    features: AttentionParams,
 ) -> Tensor:
     """Softmax attention of single queries over pages, summed in float32; nothing is gathered first.
 

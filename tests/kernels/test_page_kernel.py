@@ -15,7 +15,7 @@ from kvcompress import compress
 from kvcompress.cache import pages
 from kvcompress.cache.layouts import PagedStore
 from kvcompress.kernels import triton_pages
-from kvcompress.kernels.blockwise import Features
+from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.methods import Quest
 
 pytestmark = [
@@ -67,7 +67,7 @@ def test_pages_read_in_place_give_what_gathered_ones_give(counts, ragged, group,
     q = torch.randn(batch, kv * group, 1, 16, generator=draw)
     asked = torch.full((batch, 1), 503, dtype=torch.int32)
     forward = SimpleNamespace(on=lambda name, device: asked)
-    features = Features(0.25, window=window)
+    features = AttentionParams(0.25, window=window)
     expected = pages._attend(LAYER, store, chosen, q, forward, features, True)
     found = triton_pages.decode(q, *store.block_table(), chosen, asked, features)
     assert found.shape == expected.shape and (found - expected).abs().max() <= 1e-5

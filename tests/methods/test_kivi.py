@@ -12,7 +12,7 @@ from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
 
 from kvcompress import compress
-from kvcompress.cache.layouts.quantized_groups import Unit
+from kvcompress.cache.layouts.quantized_groups import GroupSegment
 from kvcompress.method import Plain, Schedule
 from kvcompress.method.budget import NotTogether
 from kvcompress.methods import CAKE, H2O, KIVI, AdaKV, Full, Int8, SnapKV
@@ -89,7 +89,7 @@ def test_any_way_of_adding_tokens_codes_what_the_loop_codes_and_keeps_the_rest_b
     unit, loop, exact = None, Loop(bits), []
     for n in (first, *more):
         keys, values = (torch.randn(1, 1, n, D, generator=draw) for _ in range(2))
-        unit = Unit(codec(bits), keys, values) if unit is None else unit
+        unit = GroupSegment(codec(bits), keys, values) if unit is None else unit
         if exact:
             unit.append(keys, values)
         exact.append((keys, values))
@@ -102,7 +102,7 @@ def test_any_way_of_adding_tokens_codes_what_the_loop_codes_and_keeps_the_rest_b
             assert same(unit.whole(kind)[0, 0], held)
             whole = torch.cat([pair[mine] for pair in exact], 2)
             assert torch.equal(unit.left[kind], whole[:, :, unit.counts[kind] :])
-    together = Unit(codec(bits), *(torch.cat(parts, 2) for parts in zip(*exact, strict=True)))
+    together = GroupSegment(codec(bits), *(torch.cat(parts, 2) for parts in zip(*exact, strict=True)))
     together.flush()
     for kind in ("keys", "values"):
         assert torch.equal(together.whole(kind), unit.whole(kind))

@@ -9,7 +9,7 @@ from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.cache import pages
-from kvcompress.cache.layouts import Rebuilt
+from kvcompress.cache.layouts import LowRankKeyPages
 from kvcompress.method import Reader
 from kvcompress.method.budget import NotTogether
 from kvcompress.methods import Full, Int8, ShadowKV, SnapKV
@@ -171,7 +171,7 @@ def test_the_error_of_rebuilt_keys_is_the_least_of_each_rank():
     everything[1, :, 4:] = False
     before = None
     for rank in (1, 3, 6, 11, 12, 40):
-        found = Rebuilt.of(keys, torch.zeros(2, 24), counts, 4, rank, lambda x, at: x)
+        found = LowRankKeyPages.of(keys, torch.zeros(2, 24), counts, 4, rank, lambda x, at: x)
         got = found.pages(everything)
         wanted = torch.cat([keys[0].view(-1, 4, 4), keys[1, :, :16].reshape(-1, 4, 4)])
         error = float((got - wanted).norm())

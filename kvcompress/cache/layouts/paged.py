@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvcompress.cache.layouts.host import HostPages
-from kvcompress.cache.layouts.low_rank_pages import Rebuilt
+from kvcompress.cache.layouts.low_rank_pages import LowRankKeyPages
 
 Tensor = torch.Tensor
 
@@ -40,7 +40,7 @@ class PagedStore:
         size: int,
         shared: bool,
         host: tuple[int, ...],
-        rebuilt: Rebuilt | None = None,
+        rebuilt: LowRankKeyPages | None = None,
     ):
         """Hold slots that lie one segment after the other.
 
