@@ -132,7 +132,7 @@ def test_values_on_the_host_are_the_full_caches_and_keys_are_the_best_of_their_r
         session.prefill(ids)
         for t in range(12):
             session.step(random_ids(1, 1, t))
-        layer, turns = session.cache.layers[0], session.cache.turns[0]
+        layer, turns = session.cache.layers[0], session.cache.spec.codec_rope[0]
         store, tiers = layer.store, session.cache.tiers(0)
         keys, values = session.cache.keys_values(0)
         assert list(store.host.channels) == ["values"] and int(store.host.written.min()) == 15
@@ -144,7 +144,7 @@ def test_values_on_the_host_are_the_full_caches_and_keys_are_the_best_of_their_r
         assert store.host.moved["rebuilt"] * 16 == stay * rank, (
             "a value of 16 numbers moved, a key made of as many as the rank"
         )
-        outliers = layer.state["page_outliers"]
+        outliers = layer.reader_state["outliers"]
     whole, at = exact[0][0], torch.arange(60)[None, None]
     before = turns.unrotate(whole, at).transpose(1, 2).flatten(2)[0]
     u, s, vh = torch.linalg.svd(before, full_matrices=False)

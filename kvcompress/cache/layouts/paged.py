@@ -388,6 +388,18 @@ class PagedStore:
         """Bytes of one token of one head, without its position."""
         return sum(x[0, 0].numel() * x.element_size() for x in self.pool.values())
 
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one token's key of one head; of all that it holds where keys have no channels of their own."""
+        keys = [x for name, x in self.pool.items() if name.startswith("key")] or list(self.pool.values())
+        return sum(x[0, 0].numel() * x.element_size() for x in keys)
+
+    def note_full_read(self) -> None:
+        """Note that a forward reads all that is held, for which host pages have to be brought in."""
+        if self.host is not None:
+            away = (self.table < 0) & (torch.arange(self.table.shape[2]) < self.pages()[..., None])
+            self.host.moved["fetched"] += away.sum((1, 2)) * self.host.page_bytes
+
     def resident(self) -> Tensor:
         """Slots that hold a token on the device, LongTensor `[B, H]` on the CPU."""
         blocks = (self.table >= 0).sum(2) * self.size
