@@ -9,7 +9,10 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kvcompress import load  # noqa: E402
+import helpers  # noqa: E402
+import small_models  # noqa: E402
+
+from kvcompress import load
 from kvcompress.calibrate import calibration, low_rank
 
 torch.set_num_threads(1)
@@ -19,6 +22,10 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run tests marked long")
 
 
+def pytest_configure(config):
+    helpers.LONG = config.getoption("--long")  # before test modules are imported
+
+
 def pytest_collection_modifyitems(config, items):
     """Tests marked long are left out unless asked for."""
     if config.getoption("--long"):
@@ -26,6 +33,15 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Models that tests share are as they were made after every test."""
+    result = yield
+    if altered := small_models.altered():
+        pytest.fail(f"{item.nodeid} altered a shared model: use small_model(..., fresh=True)\n" + "\n".join(altered))
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ def test_it_takes_the_last_querys_attention_too():
 
 
 def test_a_prompt_in_chunks_keeps_what_the_loop_keeps():
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     ids, mask = left_padded([33, 21])
     with compress(model, CriticalKV(budget=13, prefill=Chunked(chunk=11), **OPTIONS)) as session:
         session.prefill(ids, attention_mask=mask)

@@ -100,7 +100,7 @@ class ProjectedCache(DynamicCache):
 @pytest.mark.parametrize("allocation", ["uniform", "energy"])
 def test_attention_sees_what_a_loop_over_projected_keys_sees(group, allocation):
     """A second turn and decode equal the stock model over a cache of projected keys and values."""
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     ids, more = random_ids(1, 30), random_ids(1, 7, 1)
     method = LowRank(budget=0.4, head_group=group, allocation=allocation, **TEXT)
     got, cache = answers(model, method, ids, torch.ones_like(ids), more)

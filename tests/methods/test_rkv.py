@@ -163,7 +163,7 @@ def test_a_thousand_decoded_tokens_keep_what_the_loop_keeps(seed, group, batch):
     """Through about thirty compressions of every row, each at its own count, nothing drifts from the loop."""
     lengths = BATCHES[batch]
     options = {"num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 2048, "seed": seed}
-    model, twin = (small_model(**GROUPS[group], **options) for _ in range(2))
+    model, twin = (small_model(**GROUPS[group], **options, fresh=fresh) for fresh in (False, True))
     ids, mask = left_padded(lengths, seed)
     tokens = random_ids(len(lengths), 1000, seed + 50)
     adopted = 0
