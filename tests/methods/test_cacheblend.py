@@ -359,7 +359,7 @@ def test_the_kernel_that_makes_logits_gives_the_same_rows(architecture):
 
 def test_in_bfloat16_the_ends_are_the_same_and_what_lies_between_is_held_in_it():
     """Chunks are stored, rotated and mixed in the model's number type."""
-    model, segments = model_of().to(torch.bfloat16), prompt()
+    model, segments = model_of(dtype=torch.bfloat16), prompt()
     logits, rows, _ = run(model, CacheBlend(ratio=1.0), segments)
     expected = full(model, segments)
     assert torch.equal(logits, expected[0]) and farthest(rows, expected[1]) == 0

@@ -108,7 +108,7 @@ def test_with_budgets_per_head_it_keeps_what_the_loop_keeps(sizes):
     follow(method, LoopCriticalAdaKV, sizes=sizes, lengths=[33, 21], later=(1, 1), **OPTIONS)
     with (
         compress(small_model(**sizes), method) as session,
-        compress(small_model(**sizes), AdaKV(budget=10, **OPTIONS)) as other,
+        compress(small_model(**sizes, fresh=True), AdaKV(budget=10, **OPTIONS)) as other,
     ):
         ids = random_ids(1, 33)
         assert torch.equal(session.prefill(ids).cache.kept_tokens(), other.prefill(ids).cache.kept_tokens())

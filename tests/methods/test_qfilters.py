@@ -160,11 +160,11 @@ def test_the_embedded_model_has_filters(smollm2, only_files):
 def test_other_weights_are_another_model(tmp_path, only_files):
     """Weights changed by a twentieth, or another number of layers; rounding to bfloat16 changes nothing."""
     calibration.save(tmp_path / "m.safetensors", small_model(), {"filters": torch.ones(1)}, {})
-    changed = small_model()
+    changed = small_model(fresh=True)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.mul_(1.05)
-    rounded = small_model().to(torch.bfloat16)
+    rounded = small_model(dtype=torch.bfloat16)
     assert calibration.find(rounded, [tmp_path])["filters"].tolist() == [1.0]
     assert calibration.find(changed, [tmp_path]) is None
     assert calibration.find(small_model(num_hidden_layers=2), [tmp_path]) is None

@@ -198,7 +198,7 @@ def test_without_importance_queries_do_not_matter():
     """lam=0 depends on keys alone: other query weights keep the same tokens."""
     held = []
     for factor in (1.0, -3.0):
-        model = small_model(num_hidden_layers=1)
+        model = small_model(num_hidden_layers=1, fresh=True)
         with torch.no_grad():
             model.model.layers[0].self_attn.q_proj.weight.mul_(factor)
         with compress(model, RKV(budget=12, window=3, lam=0.0)) as session:
@@ -225,7 +225,7 @@ def test_of_two_exact_duplicates_the_later_one_stays(distance):
 
 def test_of_two_exact_duplicates_in_a_cache_the_later_one_stays():
     """The same from outside, where attention is even: no budget keeps the earlier without the later, some one alone."""
-    model = small_model(num_hidden_layers=1, groups=1)
+    model = small_model(num_hidden_layers=1, groups=1, fresh=True)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.zero_()
         model.model.rotary_emb.inv_freq.zero_()  # no rotation: equal tokens have equal keys
