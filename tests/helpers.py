@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,19 @@ def grid(*axes: Iterable[Any], short: Callable[..., bool]) -> list[Any]:
     found = []
     for values in itertools.product(*axes):
         found.append(pytest.param(*values, marks=() if short(*values) else pytest.mark.long))
+    return found
+
+
+def thinned(*axes: Sequence[Any], every: int) -> list[Any]:
+    """The product of `axes` as parameters, of which one in `every` runs without `--long`.
+
+    Those whose indices add up to a multiple of `every`: with `every` the length of one axis, all values of the others
+    are combined, each with one value of that axis, which takes turns.
+    """
+    found = []
+    for indices in itertools.product(*(range(len(axis)) for axis in axes)):
+        marks = () if sum(indices) % every == 0 else pytest.mark.long
+        found.append(pytest.param(*(axis[i] for axis, i in zip(axes, indices, strict=True)), marks=marks))
     return found
 
 

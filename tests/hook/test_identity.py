@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, EXACT, every_method, feed, make
+from helpers import EVICTING, EXACT, REPRESENTATIVE, every_method, feed, grid, make
 from reference import stock_logits
 from small_models import ARCHITECTURES, LATENT, left_padded, random_ids, small_model
 
@@ -35,8 +35,9 @@ def stock_greedy(model, ids, mask, steps):
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "batch"), grid(EXACT, BATCHES, short=lambda name, batch: batch == "padded" or name in REPRESENTATIVE)
+)
 def test_session_prefill_and_generate_equal_the_stock_model(name, batch):
     """Prompt logits and three times the prompt of greedy tokens are the stock model's."""
     model = stock()
@@ -176,7 +177,7 @@ def test_a_stop_token_ends_its_row_and_only_its_row():
         assert session.cache.kept_tokens()[:, 1].unique().tolist() == [6 + 19]
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTING if name != "Random"])
+@pytest.mark.parametrize("name", every_method(name for name in EVICTING if name != "Random"))
 def test_a_finished_row_does_not_disturb_the_others(name):
     """Rows that stop at different steps generate what they generate alone, evictions in decode included."""
     model = stock()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import all_held
+from helpers import all_held, thinned
 from reference import Choice, LoopH2O, LoopSnapKV, best
 from small_models import ARCHITECTURES, left_padded, random_ids, small_model
 from test_adakv import LoopAdaKV
@@ -84,10 +84,14 @@ class LoopCriticalH2O(Twice, LoopH2O):
 OPTIONS = {"window": 3, "kernel": 3, "pooling": "avg"}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [11, 0.4])
 @pytest.mark.parametrize(
-    "extra", [{}, {"protected_first": True}, {"first_share": 0.0}, {"first_share": 0.8, "epsilon": 0.5}]
+    ("sizes", "budget", "extra"),
+    thinned(
+        SIZES,
+        [11, 0.4],
+        [{}, {"protected_first": True}, {"first_share": 0.0}, {"first_share": 0.8, "epsilon": 0.5}],
+        every=4,
+    ),
 )
 def test_it_keeps_what_the_loop_keeps(sizes, budget, extra):
     """Both stages in a padded batch; decoded tokens are appended, a later turn chooses again."""

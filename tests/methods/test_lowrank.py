@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import feed, held
+from helpers import feed, grid, held
 from reference import stock_logits
 from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
@@ -40,8 +40,10 @@ def answers(model, method, ids, mask, more, steps=5):
         return torch.cat(got, 1), session.cache
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("options", FULL_RANK)
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    grid(ARCHITECTURES, FULL_RANK, short=lambda name, options: "form" in options or name in ("llama", "phi3")),
+)
 def test_full_rank_is_the_stock_model(architecture, options):
     """Left-padded, in a second turn and in decode: biases, query-key norms and fused projections included."""
     if options.get("form") == "mla" and architecture == "phi3":

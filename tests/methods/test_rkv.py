@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers import all_held, feed
+from helpers import all_held, feed, thinned
 from reference import Choice, Loop, best
 from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, compare, follow
@@ -125,8 +125,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("options", "sizes"), thinned(OPTIONS, SIZES, every=4))
 def test_it_keeps_what_the_loop_keeps(options, sizes):
     """Every field, with one to four query heads per KV head, on padded rows, in prompt and decode."""
     options = {"window": 3, "interval": INTERVAL, "lam": 0.1, **options}

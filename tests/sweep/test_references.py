@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import all_held, feed
+from helpers import all_held, feed, thinned
 from reference import Loop, LoopH2O, LoopSnapKV, LoopStreamingLLM, LoopTOVA
 from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
@@ -90,8 +90,10 @@ def follow(
     return loop
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("options", [{}, {"group_reduce": "max", "recent_share": 0.25}, {"recent_share": 0.0}])
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    thinned(GROUPS, [{}, {"group_reduce": "max", "recent_share": 0.25}, {"recent_share": 0.0}], every=3),
+)
 def test_h2o_keeps_what_the_loop_keeps(groups, options):
     """H2O accumulates attention mass over prompt and decode and drops one token per head and step."""
     loop = follow(H2O(budget=BUDGET, **options), LoopH2O, groups=groups, **options)
@@ -161,8 +163,7 @@ SNAP = [
 ]
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("options", SNAP)
+@pytest.mark.parametrize(("groups", "options"), thinned(GROUPS, SNAP, every=3))
 def test_snapkv_keeps_what_the_loop_keeps(groups, options):
     """SnapKV ranks the prefix by the pooled attention of the window; decoded tokens are appended."""
     options = {"window": 3, "kernel": 7, "pooling": "max", **options}
