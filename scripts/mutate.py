@@ -259,8 +259,8 @@ def changes(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
             yield "min and max", ast.Call(swapped, node.args, keywords)
         if isinstance(function, ast.Name) and function.id in SWAPPED:
             yield "min and max", ast.Call(ast.Name(SWAPPED[function.id], ast.Load()), node.args, keywords)
-        for number, keyword in enumerate(keywords):
-            others = [*keywords[:number], *keywords[number + 1 :]]
+        for at, keyword in enumerate(keywords):
+            others = [*keywords[:at], *keywords[at + 1 :]]
             if keyword.arg in ("min", "max") and isinstance(function, ast.Attribute) and function.attr == "clamp":
                 yield "dropped bound", function.value if len(keywords) == 1 else ast.Call(function, node.args, others)
             if keyword.arg in ("descending", "stable") and isinstance(keyword.value, ast.Constant):
