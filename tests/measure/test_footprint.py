@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 
 import pytest
@@ -25,15 +24,6 @@ MEASURED = (
     "prefill_growth decode_growth prefill_peak decode_peak after_growth steady_growth prefill_rest decode_rest moments"
 )
 WIDE = {"heads": 8, "kv_heads": 4, "head_dim": 64, "layers": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage():
-    """What was there before is no garbage: each measurement collects, and would look at all of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from composed import composed
-from helpers import EVICTING, all_held, make
+from helpers import all_held, every_method, make
 from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
@@ -61,7 +61,7 @@ def same(out, other):
         assert a == b
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_rows_of_a_batch_are_what_each_sample_is_alone(name):
     model, method = small_model(), make(name, 0.4)
     with compress(model, method) as session:

@@ -19,6 +19,7 @@ from kvcompress.models.random_models import byte_tokenizer
 from kvcompress.report.table import title
 from kvcompress.sweep import components, config, record, sanity
 from kvcompress.sweep.cell_spec import check
+from kvcompress.sweep.hydra_errors import HYDRA_ERRORS, one_line
 from kvcompress.sweep.launcher import strategies
 from kvcompress.sweep.launcher.answer_check import compare_answers
 from kvcompress.sweep.launcher.dry import PlanRow
@@ -96,7 +97,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("arguments, says", REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+# what only the start of a sweep sees; the others are refused by what composes a cell, and one of them is enough here
+BY_A_SWEEP = ("budget=range(5,5)", "metod=h2o,snapkv", "hydra.launcher.memroy=1", "budget=0.5,much", "budget=range(1,2",
+              "budget", "paths.results=a(b", "hydra.launcher.memory=0", "hydra.launcher.engine=slurm")  # fmt: skip
+
+
+def refused(short):
+    """Refused command lines as parameters; those for which `short(argument)` is false only run with `--long`."""
+    return [
+        pytest.param(arguments, says, id=" ".join(arguments), marks=() if short(arguments[0]) else pytest.mark.long)
+        for arguments, says in REFUSED
+    ]
+
+
+@pytest.mark.parametrize(("arguments", "says"), refused(lambda one: one in (*BY_A_SWEEP, "bugdet=0.5")))
 def test_a_command_line_that_makes_no_sense_is_refused_in_one_line_before_work(
     tmp_path, monkeypatch, capfd, arguments, says
 ):
@@ -106,6 +120,15 @@ def test_a_command_line_that_makes_no_sense_is_refused_in_one_line_before_work(
     printed = capfd.readouterr().err.strip()
     assert says in printed and printed.count("\n") == 0
     assert not list(tmp_path.rglob("record.json"))
+
+
+@pytest.mark.parametrize(("arguments", "says"), [one for one in REFUSED if one[0][0] not in BY_A_SWEEP])
+def test_a_cell_that_makes_no_sense_is_refused_in_one_line(arguments, says):
+    with pytest.raises((ValueError, *HYDRA_ERRORS)) as error, config.composing() as compose:
+        config.check_overrides(["-m", *arguments], config.folder())
+        compose([*SHORT, "method=snapkv", *arguments])
+    printed = one_line(error.value) if isinstance(error.value, HYDRA_ERRORS) else str(error.value)
+    assert says in printed and printed.count("\n") == 0
 
 
 def test_several_values_without_m_say_how_to_sweep(capfd, monkeypatch):

@@ -15,6 +15,7 @@ import weakref
 
 import pytest
 import torch
+from helpers import examples
 from rich.console import Console
 from sweeps import SHARED, cell, cell_run, cells, forked, left, sweep
 
@@ -238,7 +239,7 @@ def test_killed_at_any_moment_a_sweep_ends_with_what_an_undisturbed_one_leaves(t
     whole, moments = time.monotonic() - start, random.Random(0)
     assert calm.exitcode == 0
     kills = 0
-    while kills < 20:
+    while kills < examples(6, 20):
         process = forked(run_quietly, tmp_path / "cut", tmp_path / "cut.log")
         process.join(moments.uniform(0.02, 0.35) * whole)
         if process.is_alive():

@@ -9,23 +9,28 @@ from kvcompress.sweep import record
 from kvcompress.sweep.launcher import executor
 
 METHODS = "full,snapkv,pyramidkv,adakv,cake,h2o,tova,keydiff,random"
+PROTOCOLS = {
+    "seen": ("task.question=seen",),
+    "hidden": ("task.question=hidden",),
+    "classic": ("task.form=classic", "task.haystack=essay", "task.essays=builtin"),
+}
 
 
 @pytest.mark.parametrize(
-    "protocol",
+    ("protocol", "methods", "budgets"),
     [
-        ("task.question=seen",),
-        ("task.question=hidden",),
-        ("task.form=classic", "task.haystack=essay", "task.essays=builtin"),
+        ("seen", METHODS, "0.2,64"),
+        ("hidden", "full,snapkv,adakv,h2o", "0.2,64"),
+        ("classic", "full,snapkv,cake", "0.2"),
+        *(pytest.param(name, METHODS, "0.5,0.2,64", marks=pytest.mark.long) for name in PROTOCOLS),
     ],
-    ids=["seen", "hidden", "classic"],
 )
-def test_scores_tokens_and_what_is_kept_equal_those_of_cells_run_alone(tmp_path, protocol):
+def test_scores_tokens_and_what_is_kept_equal_those_of_cells_run_alone(tmp_path, protocol, methods, budgets):
     for folder, options in (("alone", ALONE), ("shared", SHARED)):
-        outcomes, text = sweep(cells(tmp_path / folder, METHODS, "0.5,0.2,64", *protocol), options)
+        outcomes, text = sweep(cells(tmp_path / folder, methods, budgets, *PROTOCOLS[protocol]), options)
         assert {outcome.status for outcome in outcomes} <= {"ok", "same"}, text
     alone, shared = left(tmp_path / "alone"), left(tmp_path / "shared")
-    assert len(alone) == 8 * 3 + 1
+    assert len(alone) == methods.count(",") * (budgets.count(",") + 1) + 1
     assert alone == shared
 
 

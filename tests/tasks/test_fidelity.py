@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from composed import composed
-from helpers import EVICTING, make
+from helpers import every_method, make
 from rich.console import Console
 from safetensors.torch import save_file
 from small_models import random_ids, small_model
@@ -70,7 +70,7 @@ def test_a_token_the_full_model_rules_out_adds_nothing_and_logits_that_are_no_nu
 
 
 @pytest.mark.parametrize("source", ["text", "generation"])
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_at_budget_one_no_method_drifts_and_below_it_all_do(name, source):
     model = small_model()
     sample = sample_of(source=source)

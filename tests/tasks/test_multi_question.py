@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from composed import composed
-from helpers import EVICTING, make
+from helpers import every_method, make
 from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
@@ -46,7 +46,7 @@ def sample(turns, stop=STOP):
     return Sample("s", (ids(40),), questions, {"question": "hidden", "turns": turns})
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_questions_asked_apart_get_the_answers_of_questions_asked_alone(name):
     asked, method = sample("independent"), make(name, 0.4)
     together = run(method, asked)
