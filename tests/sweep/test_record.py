@@ -121,7 +121,11 @@ def test_aggregate_gives_means_medians_and_quartiles():
 def test_all_that_differs_between_samples_is_said_whichever_came_first():
     first, second = row("a"), row("b")
     first["out"]["end"] |= {"kernel": "sdpa", "kv": {"storage": "real"}, "step": {"how": "eager", "why": "it evicts"}}
-    second["out"]["end"] |= {"kernel": "blockwise", "kv": {"storage": "simulated"}, "step": {"how": "graph", "why": None}}
+    second["out"]["end"] |= {
+        "kernel": "blockwise",
+        "kv": {"storage": "simulated"},
+        "step": {"how": "graph", "why": None},
+    }
     for rows in ([first, second], [second, first], [first, second, first]):
         found = record.aggregate(rows)
         assert (found["protocol.kernel"], found["kv.storage"]) == ("blockwise,sdpa", "real,simulated")
