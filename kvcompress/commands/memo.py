@@ -24,7 +24,7 @@ from kvcompress.sweep.config import folder
 from kvcompress.sweep.outcome import Outcome
 
 DRY = "dry=true"
-ASIDE = ("dry=", "resume=", "logger", "hydra.", "hydra/launcher=")  # how cells are run, not which
+ASIDE = ("dry=", "resume=", "logger=", "logger.", "hydra.launcher.", "hydra/launcher=")  # how cells are run, not which
 FINISHED = (*record.FINISHED, "done", "same", "dropped")  # nothing is left to do
 ELSEWHERE = ("logger", "resume", "dry", "sweep")  # groups of a configuration that name no data
 MOST_FILES = 20_000  # in folders of data; more are not looked at, and there is no memo
@@ -44,8 +44,8 @@ class Inputs:
             named = {key: value for key, value in found.items() if key not in (*ELSEWHERE, "paths")}
             data = found["paths"]["data"]
             for text in {*_texts(named), *([data] if data else [])} - self.stamps.keys():
-                if text == data or os.path.exists(text):
-                    self.stamps[text] = stamp(Path(text))
+                if text == data or os.path.exists(os.path.expanduser(text)):
+                    self.stamps[text] = stamp(Path(text).expanduser())
 
 
 def note(arguments: Sequence[str], outcomes: Sequence[Outcome], inputs: Inputs) -> None:
@@ -75,7 +75,7 @@ def finished_runs(arguments: Sequence[str]) -> int | None:
         found = record.RunFolder(run.parent.parent, run.parent.name, run.name).record()
         if found is None or found["status"] not in record.FINISHED or found.get("versions.source") != source_hash():
             return None
-    return len(runs) if all(stamp(Path(name)) == before for name, before in inputs.items()) else None
+    return len(runs) if all(stamp(Path(name).expanduser()) == before for name, before in inputs.items()) else None
 
 
 def stamp(path: Path) -> str | None:

@@ -54,7 +54,8 @@ def test_the_same_command_is_known_to_be_finished_however_it_would_run(swept):
 
 
 def test_another_command_or_folder_is_not(swept, monkeypatch, tmp_path):
-    assert memo.finished_runs([*COMMAND, "seed=1"]) is None
+    for other in ("seed=1", "hydra.sweeper.params.seed='0,1'", "sweep.name=other"):
+        assert memo.finished_runs([*COMMAND, other]) is None
     monkeypatch.chdir(tmp_path)
     assert memo.finished_runs(COMMAND) is None, "paths are relative to where the command is given"
 
