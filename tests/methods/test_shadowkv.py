@@ -224,6 +224,35 @@ def test_what_cannot_be_is_refused_before_work(build, words):
         build()
 
 
+@torch.no_grad()
+def test_a_short_answer_reads_chosen_chunks_from_the_factors():
+    """From the first step on: rank 1 and full rank differ, and full rank is the exact keys."""
+    ids, answers = random_ids(1, 47), {}
+    for rank in (1, ALL):
+        with compress(MODEL, shadow(rank=rank)) as session:
+            session.prefill(ids)
+            answers[rank] = torch.cat([session.step(random_ids(1, 1, t)) for t in range(2)])
+    off = (answers[1] - answers[ALL]).abs().amax(1)
+    assert off[0] > 1e-3 and off[1] > 1e-3
+
+
+@pytest.mark.parametrize("length", [47, 48, 49])
+@torch.no_grad()
+def test_landmarks_and_factors_are_of_the_prompt_alone(length):
+    """Also where the first decoded token completes a chunk."""
+    answers = []
+    for first in (3, 90):
+        with compress(MODEL, shadow(rank=5)) as session:
+            session.prefill(random_ids(1, length))
+            keys = session.cache.keys_values(0)[0]
+            session.step(torch.tensor([[first]]))
+            layer = session.cache.layers[0]
+            answers.append((layer.reader_state["summaries"], layer.store.host.rebuilt.basis))
+    full = length // SIZE * SIZE
+    assert torch.equal(answers[0][0], answers[1][0]) and torch.equal(answers[0][1], answers[1][1])
+    assert (answers[0][0] - keys[:, :, :full].unflatten(2, (-1, SIZE)).mean(3)).abs().max() <= 1e-5
+
+
 def test_models_whose_keys_cannot_be_turned_back_and_hosts_too_small_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="holds latents.*take another method"):
         compress(small_model("deepseek_v3"), shadow()).__enter__()
