@@ -103,8 +103,9 @@ class ShadowKV(Method):
     """Keep every token: keys as factors on the device, values on the host; a step fetches the values it attends to.
 
     When a layer goes into pages, at the first decode step, keys before rotation of all heads together are projected on
-    the `rank` directions that this sequence's own use most; chunks are read from these factors from that step on. `budget` counts the tokens a step chooses. Prompts attend to
-    everything; later ones, and questions, to the keys that the factors give. Refused beside evictions per head.
+    the `rank` directions that this sequence's own use most; chunks are read from these factors from that step on.
+    `budget` counts the tokens a step chooses. Prompts attend to everything; later ones, and questions, to the keys that
+    the factors give. Refused beside evictions per head.
 
     On a model whose heads have fewer numbers together than `rank` nothing is lost, nor saved, on keys.
     """

@@ -9,7 +9,7 @@ from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.method import Reader, Schedule
-from kvcompress.methods import METHODS, AdaKV, Full, Int8, Quest, RKV
+from kvcompress.methods import METHODS, RKV, AdaKV, Full, Int8, Quest
 
 MODEL = small_model()
 LENGTHS = [44, 27, 36]
@@ -35,7 +35,9 @@ def method_of(case):
     if case == "a reader with a state":
         return Full(reader=Counting())
     if case == "pages of a ragged codec":
-        return AdaKV(budget=14, window=3, codec=Int8(), reader=Quest(budget=8, page_size=4, skip_layers=1).make_reader())
+        return AdaKV(
+            budget=14, window=3, codec=Int8(), reader=Quest(budget=8, page_size=4, skip_layers=1).make_reader()
+        )
     if case == "a decode schedule":
         return RKV(budget=14, schedule=Schedule(every=1))
     return make(case, BUDGETS[METHODS[case].budget_kind])

@@ -196,7 +196,9 @@ def test_device_bytes_are_factors_landmarks_and_what_stays():
         resident = int(layer.store.resident().sum())
     chosen, landmarks, fetched = 2 * 6 * SIZE * 2 * 16 * 4, 2 * 15 * 16 * 4, 2 * 2 * SIZE * 16 * 4
     rebuilt = 2 * 2 * SIZE * 8 * 4  # 8 coordinates for each token of a chunk and head
-    assert kv["read_bytes_per_token"] == 3 * (chosen + landmarks + rebuilt), "two outliers, one last, two chosen, the tail"
+    assert kv["read_bytes_per_token"] == 3 * (chosen + landmarks + rebuilt), (
+        "two outliers, one last, two chosen, the tail"
+    )
     assert kv["moved_bytes_per_token"] == 3 * fetched, "values of the chunks chosen"
     factors = 60 * 8 + 8 * ALL + 60
     assert resident <= 2 * (2 + 1 + 2 + 1) * SIZE
