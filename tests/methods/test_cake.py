@@ -147,7 +147,7 @@ def test_a_later_turn_keeps_what_the_loop_keeps():
 
 def test_no_more_than_the_budget_and_one_layer_is_held():
     """Sampled before every layer of the prompt."""
-    model, budget, length = small_model(num_hidden_layers=6), 12, 80
+    model, budget, length = small_model(num_hidden_layers=6, fresh=True), 12, 80
     held = []
     with compress(model, CAKE(budget=budget, **OPTIONS)) as session:
         cache = session.new_cache()
@@ -262,7 +262,7 @@ def test_the_gate_leaves_short_prompts_whole_until_decode():
 
 def test_a_cascade_lets_go_at_the_end_of_a_ranking_without_copying():
     """Between its first cut and the end of the prompt a layer's tensors stay where they are, and get fewer."""
-    model, seen = small_model(num_hidden_layers=6), {}
+    model, seen = small_model(num_hidden_layers=6, fresh=True), {}
     with compress(model, CAKE(budget=150, **OPTIONS)) as session:
         cache = session.new_cache()
 
