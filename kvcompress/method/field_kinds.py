@@ -50,7 +50,8 @@ def check_kinds(thing: Any) -> None:
     """
     if not dataclasses.is_dataclass(thing):
         return
-    for name, kind in _kinds(type(thing)).items():
+    cls: type = type(thing)
+    for name, kind in _kinds(cls).items():
         value = getattr(thing, name)
         if not _fits(value, kind):
             choices = _choices(kind)
