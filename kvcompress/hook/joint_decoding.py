@@ -245,7 +245,7 @@ class Batch:
         cache = member.cache
         assert cache.real is not None
         cache.advance(None, torch.full_like(cache.real, new))
-        cache.keep_logits(self._logits[row])
+        cache.keep_logits(self._logits[row], cache.pending)
         cache.note_kept()
         member.compressor.stats.merge(self.host.compressor.stats.kernels)
 

@@ -1,4 +1,4 @@
-"""The parts a method is made of: five questions, five abstract answers, and a schedule.
+"""Base classes of a method's parts: prefill, scorer, budget allocator, codec, reader; and the schedule that triggers them.
 
 `Prefill` how the prompt's KV comes to be, `Scorer` how much each cached token matters, `Allocator` who gets how much
 of the budget, `Codec` in what form the kept is held, `Reader` what a decode query attends to; and a `Schedule`, when.
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from kvcompress.method.codec import Codec, Plain
+from kvcompress.method.field_kinds import CheckedFields
 from kvcompress.method.view import LayerView, Needs, Observed, Pass, State, Tensor
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 
-class Scorer(ABC):
+class Scorer(CheckedFields, ABC):
     """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score.
 
     Attributes:
@@ -44,8 +45,8 @@ class Scorer(ABC):
 
     sinks: int = 0
     prompt_state: ClassVar[tuple[str, ...]] = ()
-    """Entries of `state` that only join the chunks of one prompt: dropped when it is over, unless the schedule goes on
-    in decode."""
+    """State keys needed only between the chunks of a chunked prefill: deleted at its end, unless the schedule goes on in
+    decode."""
     first_share: float = 1.0
     protected_first: bool = False
 
@@ -93,7 +94,7 @@ class Scorer(ABC):
         return ()
 
 
-class Allocator(ABC):
+class Allocator(CheckedFields, ABC):
     """Who gets how much of the budget."""
 
     scope: ClassVar[Literal["layer", "cascade", "all"]] = "layer"
@@ -153,7 +154,7 @@ class Uniform(Allocator):
         return [per_head[:, None].expand(-1, heads).clone() for _ in scores]
 
 
-class Reader(ABC):
+class Reader(CheckedFields, ABC):
     """What a single-token decode query attends to."""
 
     name: ClassVar[str]
@@ -215,7 +216,7 @@ class PromptRunner(Protocol):
         ...
 
 
-class Prefill(ABC):
+class Prefill(CheckedFields, ABC):
     """How the prompt's KV comes to be."""
 
     name: ClassVar[str]
@@ -256,7 +257,7 @@ class Chunked(Prefill):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(CheckedFields):
     """When a method compresses: at the end of each prompt, and in decode row by row.
 
     Without `every` and `newline` decoded tokens are appended beyond the cap.

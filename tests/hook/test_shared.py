@@ -66,6 +66,14 @@ def test_a_method_gets_from_a_shared_prefill_what_it_gets_from_its_own(name, bud
     assert_same(followed(model, method, ids), followed(model, method, ids, shared))
 
 
+@pytest.mark.parametrize("name", ["Quest", "ShadowKV", "FlexiCache", "Indexer"])
+def test_a_reader_reads_as_many_pages_after_a_shared_prefill_as_after_its_own(name):
+    """Its share is of the prompt, which ends where the shared one does, whatever is decoded."""
+    model, ids, method = small_model(), random_ids(1, 81), make(name, 0.3)
+    shared = prefill_once(model, ids, needs_of(method))
+    assert_same(followed(model, method, ids), followed(model, method, ids, shared))
+
+
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "qwen2", "glm4"])
 @pytest.mark.parametrize("name", ["H2O", "CAKE", "AdaKV", "Full"])
 def test_windows_soft_caps_and_sinks_are_shared_as_well(architecture, name):
