@@ -64,12 +64,14 @@ def generate(
     watch: Callable[[], None] | None = None,
     min_new_tokens: int = 0,
     until: Callable[[list[int]], bool] | None = None,
+    on_logits: Callable[[int, Tensor], None] | None = None,
 ) -> Generation:
     """Decode from `logits [B, V]` with `step(ids [B, 1], real [B] or None) -> logits`.
 
     The last picked token of each row is not fed: the cache holds exactly the tokens before it. A finished row goes on
     as padding, which gets no position. `watch` is called after every step, outside of what is timed. `until` is asked
     with a row's tokens so far and ends the row with "stop"; the token that made it true is kept.
+    `on_logits` gets a token's number and the logits it is picked from.
 
     Raises:
         ValueError: for settings outside their range.
@@ -83,6 +85,8 @@ def generate(
     alive = torch.ones(batch, dtype=torch.bool)
     last = torch.zeros(batch, 1, dtype=torch.long, device=logits.device)
     for number in range(max_new_tokens):
+        if on_logits is not None:
+            on_logits(number, logits)
         if number < min_new_tokens and stops:
             logits = logits.index_fill(1, torch.tensor(sorted(stops), device=logits.device), float("-inf"))
         tokens = pick(logits, temperature, top_p, top_k, generator)

@@ -20,6 +20,7 @@ from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.observed import remember_queries
 from kvcompress.hook.scoring import Attended
+from kvcompress.hook.sequence_report import note_moment
 from kvcompress.hook.session import Session
 from kvcompress.kernels.blockwise import Features
 from kvcompress.method import Method, Needs, Scorer
@@ -28,7 +29,7 @@ from kvcompress.method.parts import Prefilled
 Tensor = torch.Tensor
 
 
-def cannot_share(method: Method) -> str | None:
+def unsupported_reason(method: Method) -> str | None:
     """Why this method cannot start from a prefill made for several, or None if it can."""
     parts = method.parts()
     if parts.prefill.name != "oneshot":
@@ -77,18 +78,6 @@ class Recorder(Compressor):
         """Keep the queries: they are what the methods to come want to see."""
 
 
-class _Recording(Session):
-    def __init__(self, model: PreTrainedModel, kernel: str, needs: Needs):
-        method = Method()
-        super().__init__(model, method, kernel)
-        self.compressor: Recorder = Recorder(method, len(self.full_layers), kernel, needs)
-
-    def new_cache(self) -> CompressedCache:
-        cache = super().new_cache()
-        cache.limited = True  # no headroom: nothing is appended
-        return cache
-
-
 @dataclass(frozen=True)
 class SharedPrefill:
     """A full prefill of `ids [1, n]`, read-only from here on.
@@ -120,18 +109,17 @@ class SharedPrefill:
             return False
         return torch.equal(torch.cat([s.cpu() for s in segments], dim=1), self.ids)
 
-    def hand_over(self, session: Session, cache: CompressedCache) -> Prefilled:
-        """Fill an empty `cache` of a session as its own prompt forward would have filled and compressed it.
+    def hand_over(self, compressor: Compressor, cache: CompressedCache) -> Prefilled:
+        """Fill an empty `cache` as the prompt forward of a session with this `compressor` would fill and compress it.
 
         Raises:
             ValueError: the session's method cannot start from this prefill, and why.
         """
-        compressor = session.compressor
         self._check(compressor)
         forward = replace(self.forward, passes=[], deferred={})
         assert self.cache.real is not None and self.cache.logits is not None
         cache.real = self.cache.real.clone()
-        cache.cap = session.method.cap(cache.real) if compressor.limited else None
+        cache.cap = compressor.method.cap(cache.real) if compressor.limited else None
         cache.forward, cache.broken = forward, True  # until all layers are in
         if cache.turns is not None:
             cache.note_shift(forward)
@@ -155,13 +143,13 @@ class SharedPrefill:
         compressor.end_of_forward(cache)
         for layer in cache.full_layers:
             layer.own()
-        session.note_moment(cache, forward)
+        note_moment(cache, forward.phase)
         cache.forward, cache.broken = None, False
         cache.logits = self.cache.logits.clone()
         return Prefilled(cache, cache.logits, cache.real.clone())
 
     def _check(self, compressor: Compressor) -> None:
-        reason = cannot_share(compressor.method)
+        reason = unsupported_reason(compressor.method)
         wanted = compressor.needs
         more = wanted.window > self.needs.window or wanted.mass > self.needs.mass
         if reason is None and (more or (wanted.mass and wanted.decay != self.needs.decay)):
@@ -183,9 +171,15 @@ def prefill_once(
         kernel: as in `compress`.
     """
     prompt = torch.as_tensor(ids, dtype=torch.long).view(1, -1)
-    with _Recording(model, kernel, needs) as session:
-        cache = session.prefill(prompt.to(model.device)).cache
-        recorder = session.compressor
+    recorders: list[Recorder] = []
+
+    def pipeline(method: Method, n_layers: int, kernel: str) -> Recorder:
+        recorders.append(Recorder(method, n_layers, kernel, needs))
+        return recorders[-1]
+
+    with Session(model, Method(), kernel, pipeline=pipeline) as session:
+        cache = session.prefill(prompt.to(model.device), cache=session.new_cache(headroom=False)).cache
+    recorder = recorders[0]
     forward = recorder.forward or Forward(*_plain_forward(prompt.shape[1]))
     if needs.window and _window_bytes(cache, needs.window) <= cache.nbytes()["allocated"]:
         for layer in cache.full_layers:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore
-from kvcompress.method.parts import Plain
+from kvcompress.method.parts import PromptRunner
 from kvcompress.models import compat
 from kvcompress.reuse.kv_store import ChunkKV
-
-if TYPE_CHECKING:
-    from kvcompress.hook.session import Session
 
 Tensor = torch.Tensor
 
 AHEAD = 2  # layers that are loaded before they are needed
 
 
-def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[ChunkKV], int]:
+def precompute(session: PromptRunner, segments: Sequence[Tensor]) -> tuple[list[ChunkKV], int]:
     """The chunks of a prompt from the session's store, those that it lacks prefilled and put into it.
 
     The first segment is prefilled as it is, every other one behind the token that begins a text, where the model has
@@ -57,16 +53,14 @@ def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[Chunk
 
 
 @torch.no_grad()
-def chunk_rows(session: Session, ids: Tensor, lead: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
+def chunk_rows(session: PromptRunner, ids: Tensor, lead: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `lead`."""
-    cache, before = CompressedCache([], Plain(), False), session.cache
-    cache.layers[:] = compat.new_layers(session.model, lambda i: CompressedLayer(cache, i))
+    cache, before = session.new_cache(exact=True), session.cache
     hold_all(cache)
-    cache.owner, cache.model = session.compressor, weakref.ref(session.model)
     text = torch.cat([torch.tensor(list(lead), dtype=torch.long), ids.reshape(-1).cpu()])
     try:
         session.cache = cache
-        session._forward("append", text[None], None)  # nothing is evicted
+        session.forward("append", text[None])  # nothing is evicted
     finally:
         session.cache = before
     keys, values, at = [], [], torch.arange(len(lead), len(text))
@@ -128,7 +122,7 @@ class Rows:
             forward had to wait `wait_s`.
     """
 
-    def __init__(self, session: Session, chunks: Sequence[ChunkKV], first: int, room: int):
+    def __init__(self, session: PromptRunner, chunks: Sequence[ChunkKV], first: int, room: int):
         """Args:
         first: layers before it are not reused.
         room: tokens after the chunks that the tensors have room for.

@@ -12,19 +12,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.method.parts import Prefilled
+from kvcompress.method.parts import Prefilled, PromptRunner
 from kvcompress.models import compat
 from kvcompress.reuse.chunk_loader import Rows, hold_all, let_go, precompute
 from kvcompress.reuse.kv_store import ChunkKV, Damaged
-
-if TYPE_CHECKING:
-    from kvcompress.hook.session import Session
 
 Tensor = torch.Tensor
 
@@ -157,7 +154,7 @@ def widened(output: Tensor, rows: Tensor | None, length: int) -> Tensor:
 
 
 @contextmanager
-def attached(session: Session, fusion: Fusion) -> Iterator[None]:
+def attached(session: PromptRunner, fusion: Fusion) -> Iterator[None]:
     """Hooks on the decoder layers, and on their MLPs, which let pass what `fusion` says."""
     undo: list[Any] = []
     windows = compat.new_layers(session.model, lambda index: CompressedLayer(session.new_cache(), index))
@@ -199,7 +196,6 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
             return widened(output[0], fusion.stay, fusion.rows[-1]), *output[1:]
         return widened(output, fusion.stay, fusion.rows[-1])
 
-    session._fusion = fusion
     try:
         for index, layer in enumerate(compat.decoder_layers(session.model)):
             undo.append(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
@@ -210,12 +206,11 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
                 undo += [mlp.register_forward_pre_hook(before_mlp), mlp.register_forward_hook(after_mlp)]
         yield
     finally:
-        session._fusion = None
         for handle in undo:
             handle.remove()
 
 
-def prefill(session: Session, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> Prefilled:
+def prefill(session: PromptRunner, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> Prefilled:
     """Run a prompt `[prefix or first chunk, chunk, …, question]`; one segment, or a later turn, is computed whole.
 
     Raises:
@@ -241,7 +236,12 @@ def prefill(session: Session, segments: Sequence[Tensor], mask: Tensor | None, p
 
 
 def _fused(
-    session: Session, segments: Sequence[Tensor], chunks: list[ChunkKV], plan: Plan, computed: int, precompute_s: float
+    session: PromptRunner,
+    segments: Sequence[Tensor],
+    chunks: list[ChunkKV],
+    plan: Plan,
+    computed: int,
+    precompute_s: float,
 ) -> Prefilled:
     ids, cache = torch.cat(list(segments), dim=1), session.cache
     assert cache is not None
@@ -250,7 +250,7 @@ def _fused(
     with Rows(session, chunks, plan.check_layer, segments[-1].shape[1]) as reused:
         fusion = Fusion(plan, reused, length, n_layers)
         with attached(session, fusion):
-            logits = session._forward("prompt", ids, None)
+            logits = session.forward("prompt", ids, recompute=fusion)
         assert cache.real is not None
         cache.reuse = {"ratio": plan.ratio, **_report(fusion, reused, len(chunks), computed, precompute_s)}
     return Prefilled(cache, logits, cache.real.clone())
@@ -277,7 +277,7 @@ def _report(fusion: Fusion, reused: Rows, chunks: int, computed: int, precompute
     }
 
 
-def _check(session: Session, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> None:
+def _check(session: PromptRunner, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> None:
     if not session.reuse_rotations:
         raise ValueError("this session was not opened to reuse chunks: give the method this prefill, not the prompt")
     for number, segment in enumerate(segments):

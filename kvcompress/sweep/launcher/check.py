@@ -5,50 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvcompress.hook.generation import Generation
-from kvcompress.hook.session import Session, Tensor
+from torch import Tensor
 
 CLOSE = 1e-3  # logits: two kernels differ in the last digits, so a nearer second token may win
 
 
-class Watched(Session):
-    """A session that notes, per answer and token, by how much the best logit led the second."""
+class MarginRecorder:
+    """Records by how much the best logit led the second, per answer and token: a session's `on_logits`."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.leads: list[list[float]] = []
+    def __init__(self) -> None:
+        self.margins: list[list[float]] = []
 
-    def generate(self, *args: Any, **kwargs: Any) -> Generation:
-        self.leads.append([])
-        if self.cache is not None and self.cache.pending is None and self.cache.logits is not None:
-            self._note(self.cache.logits)
-        return super().generate(*args, **kwargs)
-
-    def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
-        logits = super().step(ids, real)
-        self._note(logits)
-        return logits
-
-    def _note(self, logits: Tensor) -> None:
+    def __call__(self, number: int, logits: Tensor) -> None:
+        if number == 0:
+            self.margins.append([])
         best, second = logits[0].float().topk(2).values.tolist()
-        self.leads[-1].append(best - second)
+        self.margins[-1].append(best - second)
 
 
-def difference(alone: Mapping[str, Any], together: Mapping[str, Any], leads: list[list[float]]) -> str | None:
+def compare_answers(alone: Mapping[str, Any], together: Mapping[str, Any], margins: list[list[float]]) -> str | None:
     """What is wrong with the answers decoded together, or None.
 
     Args:
-        alone, together: what a task returned of the same sample; `leads` were noted when it ran alone.
+        alone, together: what a task returned of the same sample; `margins` were noted when it ran alone.
     """
-    turns = zip(alone["tokens"], together["tokens"], leads, strict=True)
-    for number, (expected, found, lead) in enumerate(turns, 1):
+    turns = zip(alone["tokens"], together["tokens"], margins, strict=True)
+    for number, (expected, found, margin) in enumerate(turns, 1):
         if list(expected) == list(found) and alone["finished"][number - 1] == together["finished"][number - 1]:
             continue
         first = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
         first = min(len(expected), len(found)) if first is None else first
-        if lead[first] < CLOSE:
+        if margin[first] < CLOSE:
             return None  # from here on the sequences differ for a good reason
-        return (
-            f"answer {number}, token {first + 1}: together not as alone, where the best logit led by {lead[first]:.2g}"
-        )
+        return f"answer {number}, token {first + 1}: together not as alone, where the best logit led by {margin[first]:.2g}"
     return None

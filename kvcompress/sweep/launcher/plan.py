@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcompress.hook.shared_prefill import cannot_share, needs_of
+from kvcompress.hook import shared_prefill
+from kvcompress.hook.shared_prefill import needs_of
 from kvcompress.method import Needs
 from kvcompress.sweep import record
 from kvcompress.sweep.launcher.cell import Cell, model_key, pair_id
@@ -53,7 +54,7 @@ def alone_because(cell: Cell) -> str:
     if not cell.task.shares_prefill:
         return f"task={cell.task.name} measures the prefill itself"
     try:
-        return cannot_share(cell.method) or ""
+        return shared_prefill.unsupported_reason(cell.method) or ""
     except ValueError as error:  # it will say so again when it runs
         return str(error)
 

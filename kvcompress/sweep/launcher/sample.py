@@ -11,13 +11,13 @@ from typing import Any
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.data import grading, prompts
 from kvcompress.data.task import TIMES, Sample, Task
-from kvcompress.hook.joint_decoding import cannot_join
-from kvcompress.hook.session import compress
+from kvcompress.hook import joint_decoding
+from kvcompress.hook.session import Session, compress
 from kvcompress.hook.shared_prefill import SharedPrefill
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.method import Method
 from kvcompress.sweep.launcher.cell import Cell
-from kvcompress.sweep.launcher.check import Watched, difference
+from kvcompress.sweep.launcher.check import MarginRecorder, compare_answers
 
 
 @dataclass
@@ -47,20 +47,23 @@ def apart_because(cell: Cell, shared: SharedPrefill) -> str:
         return "the model has sliding-window layers, whose rows cannot be put together"
     if type(cell.task).run is not Task.run:
         return f"task={cell.task.name} steps through its answer itself"
-    return cannot_join(cell.method) or ""
+    return joint_decoding.unsupported_reason(cell.method) or ""
 
 
 def checked(
     cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill, together: dict[str, Any]
 ) -> dict[str, Any] | Exception:
     """The result of decoding together, if decoding alone gives the same; else the fault."""
+    margins = MarginRecorder()
     try:
         with (
-            Watched(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session,
+            Session(
+                loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared, on_logits=margins
+            ) as session,
             without_peaks(),
         ):
             alone = cell.task.run(session, sample)
-        wrong = difference(alone, together, session.leads)
+        wrong = compare_answers(alone, together, margins.margins)
         return together if wrong is None else ValueError(f"{sample.id}: {wrong}")
     except Exception as fault:
         return fault

@@ -1,0 +1,96 @@
+"""The report of one sequence: bytes and tokens held, evictions, kernels and times, under the keys of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvcompress.cache.cache import CompressedCache
+from kvcompress.cache.retention_map import kept as kept_positions
+from kvcompress.cache.traffic import per_token, skipped
+from kvcompress.hook.compression import Compressor
+
+
+class SequenceReport:
+    """Builds reports on caches that one method filled.
+
+    Args:
+        compressor: the method's runtime, which knows the kernels that ran and the time spent compressing.
+        notes: warnings about the method on this model.
+    """
+
+    def __init__(self, compressor: Compressor, notes: list[str]) -> None:
+        self._compressor, self._notes = compressor, notes
+
+    def build(
+        self, cache: CompressedCache, step: Mapping[str, Any], prefill_s: float | None, kept_map: bool = False
+    ) -> dict[str, Any]:
+        """The report as `Session.report` documents it.
+
+        Args:
+            step: how decode steps are taken.
+            prefill_s: seconds of the last prompt, None where they are not known.
+            kept_map: add the positions of the tokens that the first row holds.
+        """
+        held, kept = cache.nbytes(), cache.kept_tokens()
+        evicted = sum(layer.evicted for layer in cache.full_layers)
+        batch = max(1, kept.shape[1])
+        if kept.numel() == 0 and cache.real is not None:  # every layer slides: all that is known is what was seen
+            kept = cache.real.view(1, -1, 1)
+        # sliding-window layers hold the same with and without compression: part of both sides of the ratio
+        valid, full = held["valid"] + held["other_layers"], held["full"] + held["other_layers"]
+        return {
+            "kv": {
+                "bytes_held": valid,
+                "bytes_allocated": held["allocated"] + held["other_allocated"],
+                "bytes_full": full,
+                "ratio": valid / full if full else 1.0,
+                "bytes_host": held["host"],
+                "bytes_summaries": held["summaries"],
+                "bytes_tables": held["tables"],
+                "bytes_scores": held["scores"],
+                "kept_tokens_mean": float(kept.double().mean()),
+                "kept_tokens_max": max(cache.kept_max, int(kept.max())),
+                **per_token(cache, batch),
+                "storage": "real",
+            },
+            "nbytes": held,
+            "active": evicted > 0
+            or any(layer.sealed or skipped(layer) for layer in cache.full_layers)
+            or bool(cache.reuse and cache.reuse["tokens_reused"] > 0),
+            "evicted": evicted,
+            "clamped": cache.clamped,
+            "notes": [*self._notes, *self._reuse_notes(cache)],
+            "kept_per_layer": kept.double().mean(dim=(1, 2)).tolist(),
+            "kernel": "+".join(sorted(self._compressor.kernels)),
+            "step": dict(step),
+            "time": {"prefill_s": prefill_s, "compress_s": self._compressor.seconds},
+            "moments": list(cache.moments),
+            **({} if cache.reuse is None else {"reuse": dict(cache.reuse)}),
+            **(kept_positions(cache) if kept_map else {}),
+        }
+
+    def _reuse_notes(self, cache: CompressedCache) -> list[str]:
+        prefill = self._compressor.parts.prefill
+        if not prefill.needs_segments or cache.reuse is not None:
+            return []
+        return [f"prefill={prefill.name} had nothing to reuse: a prompt of one segment is all question"]
+
+
+def note_moment(cache: CompressedCache, phase: str) -> None:
+    """Note what a cache holds when a forward has ended: an entry of the report's `moments`, but for decode steps."""
+    if not cache.full_layers:
+        return
+    cache.note_kept()
+    if phase == "decode":
+        return
+    nbytes = cache.nbytes()
+    cache.moments.append(
+        {
+            "moment": phase,
+            "seen": cache.get_seq_length(),
+            "tokens_held": float(cache.kept_tokens().double().mean()),
+            "bytes_valid": nbytes["valid"],
+            "bytes_allocated": nbytes["allocated"],
+        }
+    )
