@@ -21,7 +21,7 @@ from kvcompress.cache.layouts import Blocks, RaggedStore, Store
 from kvcompress.cache.pages import PagedReader, read_pages
 from kvcompress.cache.pages import kernel as page_kernel
 from kvcompress.hook.compression import Compressor
-from kvcompress.hook.static_decode import FixedLayer
+from kvcompress.hook.static_decode import StaticDecodeLayer
 from kvcompress.kernels import triton_decode, triton_groups, triton_mass
 from kvcompress.kernels.blockwise import (
     ALL,
@@ -61,7 +61,7 @@ def kv_attention(
     """
     if dropout:
         raise ValueError("attention dropout is active: call model.eval() before compressing")
-    layer: CompressedLayer | FixedLayer | None = kwargs.pop("kv_layer", None)
+    layer: CompressedLayer | StaticDecodeLayer | None = kwargs.pop("kv_layer", None)
     features = Features(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window"),
@@ -70,7 +70,7 @@ def kv_attention(
     )
     if kwargs.get("position_bias") is not None:
         raise ValueError("attention with a position bias is not supported by kvcompress")
-    if isinstance(layer, FixedLayer):
+    if isinstance(layer, StaticDecodeLayer):
         return layer.attend(query, features).transpose(1, 2).contiguous(), None
     if layer is None:
         return _windowed_layer(module, query, key, value, attention_mask, features, kwargs)

@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 LEAST = torch.finfo(torch.float32).tiny  # an attention that rounds to nothing: 0 says that no pass has observed the key
 
 
-class PassLayer(CompressedLayer):
+class AuxiliaryLayer(CompressedLayer):
     """One row of a layer as a pass sees it; holds a copy while attention runs, then notes what it saw and lets go."""
 
     def __init__(self, cache: CompressedCache, source: CompressedLayer, row: int, of: Pass):
@@ -199,7 +199,7 @@ def _seen_by_row(cache: CompressedCache, row: int, of: Pass) -> CompressedCache:
     reading = CompressedCache([], cache.codec, True, cache.rotations)
     for layer in cache.layers:
         if isinstance(layer, CompressedLayer):
-            reading.layers.append(PassLayer(reading, layer, row, of))
+            reading.layers.append(AuxiliaryLayer(reading, layer, row, of))
         else:  # sliding window: a copy of the row, whose own keys the pass pushes out
             windowed: Any = copy.copy(layer)
             windowed.batch_select_indices(chosen.to(windowed.keys.device))

@@ -13,7 +13,7 @@ from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import RankedStore
 from kvcompress.common.clock import Clock
-from kvcompress.hook.auxiliary import PassLayer
+from kvcompress.hook.auxiliary import AuxiliaryLayer
 from kvcompress.hook.incremental_evictor import steady
 from kvcompress.hook.observed import remember_queries
 from kvcompress.hook.scoring import Attended, Judge
@@ -139,7 +139,7 @@ class Compressor(Judge):
             self.seal(layer)
             self._forget_queries(layer)
             return
-        if isinstance(layer, PassLayer):
+        if isinstance(layer, AuxiliaryLayer):
             layer.observe(q, features, forward)
             return
         # a decode step's own attention is known already, so a window of one needs no queries there

@@ -1,4 +1,4 @@
-"""The decoding loop of a session: its stop rules and timing points are ours, whatever the release of transformers."""
+"""Decoding loop of a session: sampling, stop rules and timing points, independent of transformers' `generate`."""
 
 from __future__ import annotations
 

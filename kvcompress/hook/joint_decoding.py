@@ -1,4 +1,4 @@
-"""Several sessions whose decode steps run as rows of one ragged batch, so that the weights are read once for all.
+"""Joint decoding: steps of several sessions run as rows of one ragged batch, so that the weights are read once.
 
 Each job runs in a thread of its own, and one thread runs at a time: a job goes on until it asks for work of the model,
 and once all of them ask for a decode step, one forward answers them all. Work of the model is done in the thread that
@@ -12,7 +12,8 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -113,13 +114,6 @@ class BatchedSession:
         self.batch = batch
         self.session = Session(batch.model, method, batch.kernel, shared=shared, step=self._ask_step, attach=False)
 
-    def __enter__(self) -> Self:
-        self.session.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.session.__exit__(*exc)
-
     @property
     def model(self) -> PreTrainedModel:
         return self.session.model
@@ -191,12 +185,11 @@ class Batch:
         self.broken = False  # a joint step failed: from then on each takes its own
         self._before: list[Tensor] = []
         self._logits: list[Tensor | None] = []
-        self._attached = False
+        self._attached, self._open = False, ExitStack()
 
     def detach(self) -> None:
-        if self._attached:
-            self.host.__exit__(None, None, None)
-            self._attached = False
+        self._open.close()
+        self._attached = False
 
     def step(self, asked: Sequence[tuple[BatchedSession, Tensor]]) -> list[Tensor]:
         """Logits `[1, V]` for each member's next token `[1, 1]`."""
@@ -226,7 +219,7 @@ class Batch:
 
     def _attach(self) -> None:
         if not self._attached:
-            self.host.__enter__()
+            self._open.enter_context(self.host)
             self._attached = True
 
     def _gather(self, members: Sequence[BatchedSession]) -> None:
@@ -323,7 +316,7 @@ def decode_together(
 
 
 def _in_session(member: BatchedSession, job: Callable[[BatchedSession], Any]) -> Any:
-    with member:
+    with member.session:
         return job(member)
 
 

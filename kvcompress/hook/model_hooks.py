@@ -20,7 +20,7 @@ from kvcompress.hook.compression import Compressor
 from kvcompress.hook.planner import ForwardPlanner
 from kvcompress.hook.runner import ForwardRequest, ForwardRunner
 from kvcompress.hook.sequence_report import note_moment
-from kvcompress.hook.static_decode import FixedCache
+from kvcompress.hook.static_decode import StaticDecodeCache
 from kvcompress.models import compat
 
 Tensor = torch.Tensor
@@ -141,7 +141,7 @@ class ModelHooks:
         if inner and named.get("cache") is current:
             self._inner_due = False  # the base model inside the forward that was prepared already
             return None
-        if isinstance(named.get("cache"), FixedCache):  # a static step is planned and noted by who takes it
+        if isinstance(named.get("cache"), StaticDecodeCache):  # a static step is planned and noted by who takes it
             return None
         if named.get("use_cache") is False:
             raise ValueError(

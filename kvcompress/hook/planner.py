@@ -55,6 +55,24 @@ class ForwardPlanner:
             raise
         return forward
 
+    def chunk(self, cache: CompressedCache, length: int) -> int:
+        """Tokens per forward of a prompt of `length`: all, unless compact positions have it stream through the cache.
+
+        Raises:
+            ValueError: it would have to stream, and the budget leaves no room for new tokens or is a share.
+        """
+        limit, budget = compat.max_positions(self.model), self.compressor.method.budget
+        if cache.rotations is None or limit is None or length <= limit:
+            return length
+        if isinstance(budget, float):
+            raise ValueError(
+                f"a prompt longer than the model's {limit} positions needs a budget in tokens (an int) with compact "
+                f"positions; budget={budget} is a share"
+            )
+        if budget >= limit:
+            raise ValueError(f"budget={budget} leaves no room for new tokens within the model's {limit} positions")
+        return limit - budget
+
     def _describe(
         self, cache: CompressedCache, tokens: Tensor, mask: Tensor | None, request: ForwardRequest | None
     ) -> Forward:

@@ -129,3 +129,15 @@ def new_columns(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> Ten
             f"these and the {seen} seen before"
         )
     return mask[:, -new:]
+
+
+def with_pending(
+    cache: CompressedCache, segments: list[Tensor], mask: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """New ids with the last token that generate() picked before them: it belongs to the sequence."""
+    if cache.pending is None:
+        return segments, mask
+    new = sum(s.shape[1] for s in segments)
+    if mask is not None and mask.dim() == 2 and mask.shape[1] == new:
+        mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=1)
+    return [cache.pending.to(segments[0].device), *segments], mask

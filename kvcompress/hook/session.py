@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -20,36 +20,15 @@ from kvcompress.hook.compression import Compressor
 from kvcompress.hook.generation import Generation, check_sampling, generate
 from kvcompress.hook.model_hooks import ModelHooks
 from kvcompress.hook.planner import ForwardPlanner
-from kvcompress.hook.runner import ForwardRequest, ForwardRunner, new_columns
+from kvcompress.hook.runner import ForwardRequest, ForwardRunner, new_columns, with_pending
 from kvcompress.hook.sequence_report import SequenceReport
+from kvcompress.hook.sources import ChunkStore, PrefillSource
 from kvcompress.hook.stepper import DecodeStepper, synchronize
 from kvcompress.method import Method
 from kvcompress.method.parts import Prefill, Prefilled
 from kvcompress.models import compat, tokenizers
 
 Tensor = torch.Tensor
-
-
-class PrefillSource(Protocol):
-    """A full prefill made before, from which a session's prompt may start (`shared_prefill.SharedPrefill`)."""
-
-    def serves(self, cache: CompressedCache, segments: Sequence[Tensor], mask: Tensor | None) -> bool:
-        """True if this is what a prompt of `segments` on `cache` would compute."""
-        ...
-
-    def hand_over(self, compressor: Compressor, cache: CompressedCache) -> Prefilled:
-        """Fill an empty cache as the prompt's own forward would have filled and compressed it."""
-        ...
-
-
-class ChunkStore(Protocol):
-    """Keys and values of chunks of text that a prefill reuses (`kvcompress.reuse.kv_store.KVStore`)."""
-
-    def check(self, model: Any) -> None:
-        """Raises:
-        ValueError: it holds chunks of another model.
-        """
-        ...
 
 
 class Session:
@@ -218,7 +197,7 @@ class Session:
         if not segments or sum(s.shape[-1] for s in segments) == 0:
             raise ValueError("the prompt is empty: give at least one token")
         cache = cache if cache is not None else self.new_cache()
-        segments, mask = self._with_pending(cache, [s[None] if s.dim() == 1 else s for s in segments], attention_mask)
+        segments, mask = with_pending(cache, [s[None] if s.dim() == 1 else s for s in segments], attention_mask)
         mask = new_columns(cache, torch.cat(segments, dim=1), mask)
         if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
             raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
@@ -252,12 +231,10 @@ class Session:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
         cache = self.runner.current()
         mask = new_columns(cache, ids, mask)
-        limit = compat.max_positions(self.model)
-        if chunk is None and cache.rotations is not None and limit is not None and ids.shape[1] > limit:
-            chunk = self._streaming_chunk(limit)
+        size = chunk or self.planner.chunk(cache, ids.shape[1])
         logits = None
-        for start in range(0, ids.shape[1], chunk or ids.shape[1]):
-            stop = start + (chunk or ids.shape[1])
+        for start in range(0, ids.shape[1], size):
+            stop = start + size
             part = None if mask is None else mask[:, start:stop]
             logits = self.forward("prompt", ids[:, start:stop], part)
         assert logits is not None and cache.real is not None
@@ -298,18 +275,6 @@ class Session:
             layer.fresh = None
         cache.forward, cache.broken = None, False
 
-    def _streaming_chunk(self, limit: int) -> int:
-        """The largest chunk that fits the model's positions beside what is held, for compact positions."""
-        budget = self.method.budget
-        if isinstance(budget, float):
-            raise ValueError(
-                f"a prompt longer than the model's {limit} positions needs a budget in tokens (an int) with compact "
-                f"positions; budget={budget} is a share"
-            )
-        if budget >= limit:
-            raise ValueError(f"budget={budget} leaves no room for new tokens within the model's {limit} positions")
-        return limit - budget
-
     @torch.no_grad()
     def append(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Attend and store, never compress: a question asked of a compressed context.
@@ -325,20 +290,8 @@ class Session:
         cache = self.runner.current()
         if ids.shape[-1] == 0:
             raise ValueError("what to append is empty: give at least one token")
-        segments, mask = self._with_pending(cache, [ids[None] if ids.dim() == 1 else ids], attention_mask)
+        segments, mask = with_pending(cache, [ids[None] if ids.dim() == 1 else ids], attention_mask)
         return self.forward("append", torch.cat(segments, dim=1), mask)
-
-    @staticmethod
-    def _with_pending(
-        cache: CompressedCache, segments: list[Tensor], mask: Tensor | None
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """New ids with the last token that generate() picked before them: it belongs to the sequence."""
-        if cache.pending is None:
-            return segments, mask
-        new = sum(s.shape[1] for s in segments)
-        if mask is not None and mask.dim() == 2 and mask.shape[1] == new:
-            mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=1)
-        return [cache.pending.to(segments[0].device), *segments], mask
 
     # ------------------------------------------------------------------ decoding
 

@@ -1,4 +1,4 @@
-"""One full prefill for several methods: computed once, with all that their scorers want to see of it.
+"""Shared prefill: one full prefill, computed once with all that the scorers of several methods observe of it.
 
 `prefill_once(model, ids, needs)` runs a prompt without eviction and remembers the union of what is needed. A session
 given the result takes a prompt of the same ids from it: layer by layer its own compressor observes, scores, allocates

@@ -14,7 +14,7 @@ from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.planner import ForwardPlanner
 from kvcompress.hook.runner import ForwardRequest, ForwardRunner
-from kvcompress.hook.static_decode import DECODES, Compiling, FixedStep
+from kvcompress.hook.static_decode import DECODES, CompileError, StaticDecodeStep
 
 Tensor = torch.Tensor
 
@@ -45,12 +45,12 @@ class DecodeStepper:
             raise ValueError(f"decode={decode!r}; valid: {', '.join(DECODES)}")
         self.model, self.decode, self._compressor = model, decode, compressor
         self._runner, self._planner, self._caches = runner, planner, caches
-        self._fixed: FixedStep | None = None
+        self._fixed: StaticDecodeStep | None = None
         self._eager_for: CompressedCache | None = None  # found not to go, so that it is not tried at every step
         self.how: dict[str, Any] = {"how": "eager", "why": None, "ready_s": 0.0}
         if decode == "graph" and model.device.type != "cuda":
             self._fall_back(f"a CUDA graph needs a CUDA device, the model is on {model.device.type}")
-        reason = None if decode == "eager" else static_decode.refusal(model, compressor)
+        reason = None if decode == "eager" else static_decode.unsupported_reason(model, compressor)
         if reason is not None:
             self._fall_back(reason)
 
@@ -89,15 +89,17 @@ class DecodeStepper:
         self._fixed = None  # which may be another cache's
         if cache is self._eager_for:
             return
-        reason = static_decode.refusal(self.model, self._compressor) or static_decode.unfit(cache)
+        reason = static_decode.unsupported_reason(self.model, self._compressor) or static_decode.unsupported_cache(
+            cache
+        )
         if reason is None:
             graph = self.decode == "auto" and self.model.device.type == "cuda"
             how = "graph" if graph else "compiled" if self.decode == "auto" else self.decode
             for layer in layers:
-                layer.held().fix(max(1, tokens))  # type: ignore[union-attr]  # which `unfit` found to be dense
+                layer.held().fix(max(1, tokens))  # type: ignore[union-attr]  # which `unsupported_cache` found to be dense
             try:
-                self._fixed = FixedStep(self.model, layers, how)
-            except Compiling as error:
+                self._fixed = StaticDecodeStep(self.model, layers, how)
+            except CompileError as error:
                 reason = str(error)
         if reason is not None:
             self._fall_back(reason)
@@ -119,7 +121,7 @@ class DecodeStepper:
         return self._runner.run("decode", ids, None if real is None else real[:, None])
 
     @torch.no_grad()
-    def _fixed_step(self, fixed_step: FixedStep, ids: Tensor, real: Tensor | None) -> Tensor:
+    def _fixed_step(self, fixed_step: StaticDecodeStep, ids: Tensor, real: Tensor | None) -> Tensor:
         cache = self._caches.adopt(self._runner.current())
         rows = torch.ones(len(ids), dtype=torch.bool) if real is None else real.bool().cpu()
         previous = cache.logits

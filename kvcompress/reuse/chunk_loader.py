@@ -1,4 +1,4 @@
-"""Chunks that are used again at other positions: prefilled alone, kept before rotation, and laid out as one prompt."""
+"""Chunk KV: prefill chunks alone, store them before rotation, load them layer by layer at their new positions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def precompute(session: PromptRunner, segments: Sequence[Tensor]) -> tuple[list[
 def chunk_rows(session: PromptRunner, ids: Tensor, lead: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `lead`."""
     cache, before = session.new_cache(exact=True), session.cache
-    hold_all(cache)
+    disable_windows(cache)
     text = torch.cat([torch.tensor(list(lead), dtype=torch.long), ids.reshape(-1).cpu()])
     try:
         session.cache = cache
@@ -73,7 +73,7 @@ def chunk_rows(session: PromptRunner, ids: Tensor, lead: Sequence[int] = ()) -> 
     return keys, values
 
 
-class WindowLayer(CompressedLayer):
+class UnwindowedLayer(CompressedLayer):
     """Stands in for a sliding layer while a prompt is made: holds all of its tokens, and masks by the window."""
 
     temporary = True
@@ -97,22 +97,22 @@ class WindowLayer(CompressedLayer):
         return self.held().get("keys"), self.held().get("values")
 
 
-def hold_all(cache: CompressedCache) -> None:
-    """Let an empty cache's sliding layers hold all tokens, until `let_go`."""
+def disable_windows(cache: CompressedCache) -> None:
+    """Let an empty cache's sliding layers hold all tokens, until `restore_windows`."""
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, CompressedLayer):
-            cache.layers[index] = WindowLayer(cache, index)
+            cache.layers[index] = UnwindowedLayer(cache, index)
 
 
-def let_go(cache: CompressedCache, index: int, sliding: Any) -> None:
+def restore_windows(cache: CompressedCache, index: int, sliding: Any) -> None:
     """Put transformers' empty layer `sliding` in the place of one that held all, with what it would hold of it."""
     held = cache.layers[index]
-    if isinstance(held, WindowLayer):
+    if isinstance(held, UnwindowedLayer):
         sliding.update(*held.keys_values())
         cache.layers[index] = sliding
 
 
-class Rows:
+class ChunkLoader:
     """The keys and values of chunks laid one after the other from position 0, layer by layer, loaded ahead.
 
     A thread reads and rotates the next layers while this one is computed. Use as a context manager.
@@ -139,7 +139,7 @@ class Rows:
         self._coming: list[Future[Any]] = []
         self._loader = ThreadPoolExecutor(1)
 
-    def __enter__(self) -> Rows:
+    def __enter__(self) -> ChunkLoader:
         self._go_ahead()
         return self
 

@@ -1,4 +1,4 @@
-"""Fused prefill: a prompt of chunks whose keys and values exist, of which only a selection of tokens is computed anew.
+"""CacheBlend: load stored chunk KV and recompute the selected tokens only.
 
 The model's own forward runs once over the prompt. Up to and with a check layer it computes every token; there the
 new keys and values are compared with the reused ones, and from then on hooks on the decoder layers let only selected
@@ -20,7 +20,7 @@ from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.method.parts import Prefilled, PromptRunner
 from kvcompress.models import compat
-from kvcompress.reuse.chunk_loader import Rows, hold_all, let_go, precompute
+from kvcompress.reuse.chunk_loader import ChunkLoader, disable_windows, precompute, restore_windows
 from kvcompress.reuse.kv_store import ChunkKV, Damaged
 
 Tensor = torch.Tensor
@@ -53,10 +53,10 @@ class Plan(Protocol):
         ...
 
 
-class Fusion:
+class SelectiveRecompute:
     """One fused forward: which tokens pass which layer. `rows` counts the tokens each layer has computed."""
 
-    def __init__(self, plan: Plan, reused: Rows, length: int, n_layers: int):
+    def __init__(self, plan: Plan, reused: ChunkLoader, length: int, n_layers: int):
         self.plan, self.reused, self.length, self.n_layers = plan, reused, length, n_layers
         self.context = reused.length
         self.rows: list[int] = []
@@ -154,7 +154,7 @@ def widened(output: Tensor, rows: Tensor | None, length: int) -> Tensor:
 
 
 @contextmanager
-def attached(session: PromptRunner, fusion: Fusion) -> Iterator[None]:
+def attached(session: PromptRunner, fusion: SelectiveRecompute) -> Iterator[None]:
     """Hooks on the decoder layers, and on their MLPs, which let pass what `fusion` says."""
     undo: list[Any] = []
     windows = compat.new_layers(session.model, lambda index: CompressedLayer(session.new_cache(), index))
@@ -180,7 +180,7 @@ def attached(session: PromptRunner, fusion: Fusion) -> Iterator[None]:
         def let_window_go(module: Any, args: Any, output: Any) -> None:
             if ours():
                 assert session.cache is not None
-                let_go(session.cache, index, windows[index])
+                restore_windows(session.cache, index, windows[index])
 
         return let_window_go
 
@@ -246,9 +246,9 @@ def _fused(
     ids, cache = torch.cat(list(segments), dim=1), session.cache
     assert cache is not None
     length, n_layers = ids.shape[1], len(cache.layers)
-    hold_all(cache)
-    with Rows(session, chunks, plan.check_layer, segments[-1].shape[1]) as reused:
-        fusion = Fusion(plan, reused, length, n_layers)
+    disable_windows(cache)
+    with ChunkLoader(session, chunks, plan.check_layer, segments[-1].shape[1]) as reused:
+        fusion = SelectiveRecompute(plan, reused, length, n_layers)
         with attached(session, fusion):
             logits = session.forward("prompt", ids, recompute=fusion)
         assert cache.real is not None
@@ -256,7 +256,9 @@ def _fused(
     return Prefilled(cache, logits, cache.real.clone())
 
 
-def _report(fusion: Fusion, reused: Rows, chunks: int, computed: int, precompute_s: float) -> dict[str, Any]:
+def _report(
+    fusion: SelectiveRecompute, reused: ChunkLoader, chunks: int, computed: int, precompute_s: float
+) -> dict[str, Any]:
     """What was computed and what reused, in tokens per layer and shares of a whole prefill."""
     layers, length, context = fusion.n_layers, fusion.length, fusion.context
     recomputed = sum(fusion.fresh) / layers

@@ -41,7 +41,7 @@ def peak(monkeypatch):
     """The most bytes that a shared prefill, the cells that start from it and their rows held at any decode step."""
     now = SimpleNamespace(bytes=0, cells=0, turns=[])
     members, shared = [], []
-    step, run, enter = Batch.step, work.decode_together, BatchedSession.__enter__
+    step, run, enter = Batch.step, work.decode_together, BatchedSession.__init__
 
     def watched(batch, asked):
         logits = step(batch, asked)
@@ -58,12 +58,12 @@ def peak(monkeypatch):
         now.turns.append(len(jobs))
         return run(model, jobs, prefill, kernel)
 
-    def entered(member):
+    def entered(member, *args):
         members.append(member)
-        return enter(member)
+        enter(member, *args)
 
     monkeypatch.setattr(Batch, "step", watched)
-    monkeypatch.setattr(BatchedSession, "__enter__", entered)
+    monkeypatch.setattr(BatchedSession, "__init__", entered)
     monkeypatch.setattr(work, "decode_together", turn)
     return now
 
