@@ -73,6 +73,12 @@ def kv_attention(
     if isinstance(layer, StaticDecodeLayer):
         return layer.attend(query, features).transpose(1, 2).contiguous(), None
     if layer is None:
+        if features.window is None and compat.is_full_attention(module):
+            raise ValueError(
+                "this model attends through kvcompress, but no session's hooks are on it: they were removed inside "
+                "compress(), or it was built from the configuration of a model there; leave the hooks, or call "
+                "set_attn_implementation('sdpa') on it"
+            )
         return _windowed_layer(module, query, key, value, attention_mask, features, kwargs)
     cache = layer.holder()
     assert cache.forward is not None

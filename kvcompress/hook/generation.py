@@ -17,7 +17,7 @@ class Generation:
 
     Attributes:
         tokens: per row, without the stop token.
-        finished: per row, "stop" or "length".
+        finished: per row, "stop" or "length"; "nan" where its logits were not numbers, which ends a row of several.
         step_s: seconds of each decode forward, device work included.
         pending: LongTensor `[B, 1]`, the last token picked for each row, which no forward has seen yet.
     """
@@ -74,7 +74,7 @@ def generate(
     `on_logits` gets a token's number and the logits it is picked from.
 
     Raises:
-        ValueError: for settings outside their range.
+        ValueError: for settings outside their range, or where the logits of every row have become NaN.
     """
     check_sampling(max_new_tokens, temperature, top_p, top_k)
     batch, stops = logits.shape[0], set(stop)
@@ -89,9 +89,15 @@ def generate(
             on_logits(number, logits)
         if number < min_new_tokens and stops:
             logits = logits.index_fill(1, torch.tensor(sorted(stops), device=logits.device), float("-inf"))
-        tokens = pick(logits, temperature, top_p, top_k, generator)
+        bad = logits.isnan().any(-1)
+        sound = logits if temperature == 0.0 else logits.masked_fill(bad[:, None], 0.0)
+        tokens = pick(sound, temperature, top_p, top_k, generator).masked_fill(bad, -1)
         for row, token in enumerate(tokens.tolist()):
             if not alive[row]:
+                continue
+            if token < 0:
+                alive[row] = False
+                result.finished[row] = "nan"
                 continue
             last[row] = token
             if token in stops:
@@ -102,10 +108,12 @@ def generate(
                 if until is not None and until(result.tokens[row]):
                     alive[row] = False
                     result.finished[row] = "stop"
+        if all(how == "nan" for how in result.finished):
+            raise ValueError(f"the logits of {'every row' if batch > 1 else 'the model'} are NaN after {number} tokens")
         if not bool(alive.any()) or number == max_new_tokens - 1:
             break
         start = time.perf_counter()
-        logits = step(tokens[:, None], None if bool(alive.all()) else alive)
+        logits = step(tokens.clamp(min=0)[:, None], None if bool(alive.all()) else alive)
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)
         result.step_s.append(time.perf_counter() - start)

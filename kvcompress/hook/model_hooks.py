@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvcompress.cache.cache import CompressedCache
 from kvcompress.hook import (
     attention,  # noqa: F401  (registers the attention function)
     model_generate,
@@ -42,8 +44,13 @@ class ModelHooks:
         self._outer: torch.nn.Module | None = None  # whose forward is running
         self._inner_due = False  # its base model is still to be called
         self._undo: list[Callable[[], Any]] = []
+        self._guards: list[tuple[str, Callable[[], bool]]] = []  # what is checked before a forward, by name
 
     # ------------------------------------------------------------------ attaching
+
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._undo)
 
     def attach(self) -> None:
         """Hook the model.
@@ -51,27 +58,13 @@ class ModelHooks:
         Raises:
             ValueError: another session's hooks are on it, or it does not work through ours; it is as before then.
         """
-        modules = {id(m): m for m in (self.model, compat.base_model(self.model))}.values()
-        if any(getattr(m, "_kvcompress_session", None) is not None for m in modules):
+        marks = [vars(module).get("_kvcompress_session") for module in self._modules()]
+        if any(mark is not None and mark.is_attached for mark in marks):
             raise ValueError("this model is already being compressed by another session: leave its `with` block first")
         self._caches.find_rotations()
-        before = self.model.config._attn_implementation
         expected = None if compat.text_config(self.model).model_type in compat.VERIFIED else self._probe()
+        self._put()
         try:
-            for module in modules:
-                module.__dict__["_kvcompress_session"] = self
-                self._undo.append(functools.partial(module.__dict__.pop, "_kvcompress_session", None))
-            self._undo.append(lambda: self.model.set_attn_implementation(before))
-            self.model.set_attn_implementation(compat.ATTENTION)
-            if compat.text_config(self.model)._attn_implementation != compat.ATTENTION:
-                raise ValueError(f"{self.model.config.model_type!r} does not let its attention implementation be set")
-            # some heads run a decoder inside the base model, and some callers the base model: hook both, act once
-            for module in modules:
-                self._undo.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
-                after = module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
-                self._undo.append(after.remove)
-            if hasattr(self.model, "generate"):
-                self._patch_generate()
             if expected is not None:
                 self._check_probe(expected)
         except BaseException:
@@ -79,14 +72,15 @@ class ModelHooks:
             raise
 
     def detach(self) -> None:
-        """Take every hook out again."""
+        """Take everything out of the model again."""
+        self._guards.clear()
         while self._undo:
             self._undo.pop()()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks inside the block, whether or not they were there before it."""
-        if self._undo:
+        if self.is_attached:
             yield
             return
         self.attach()
@@ -95,12 +89,95 @@ class ModelHooks:
         finally:
             self.detach()
 
-    def _patch_generate(self) -> None:
-        own = {"generate": self.model.__dict__["generate"]} if "generate" in self.model.__dict__ else {}
-        self._undo.append(functools.partial(self.model.__dict__.update, own))
-        self._undo.append(functools.partial(self.model.__dict__.pop, "generate", None))
-        stock: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
-        self.model.__dict__["generate"] = functools.wraps(stock)(functools.partial(self._generate, stock))
+    def _modules(self) -> list[torch.nn.Module]:
+        # some heads run a decoder inside the base model, and some callers the base model: hook both, act once
+        return list({id(module): module for module in (self.model, compat.base_model(self.model))}.values())
+
+    def _put(self) -> None:
+        before = self.model.config._attn_implementation
+        try:
+            self._undo.append(lambda: self.model.set_attn_implementation(before))
+            self.model.set_attn_implementation(compat.ATTENTION)
+            if compat.text_config(self.model)._attn_implementation != compat.ATTENTION:
+                raise ValueError(f"{self.model.config.model_type!r} does not let its attention implementation be set")
+            for module in self._modules():
+                self._set(module, "_kvcompress_session", self)
+                self._set(module, "__deepcopy__", functools.partial(self._deepcopy, module))
+                pre = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+                after = module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+                self._undo += [pre.remove, after.remove]
+                self._guard_module(module, pre.id, after.id)
+            if hasattr(self.model, "generate"):
+                stock: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
+                self._set(self.model, "generate", functools.wraps(stock)(functools.partial(self._generate, stock)))
+            for name in model_generate.BATCHING:
+                if hasattr(self.model, name):
+                    self._set(self.model, name, model_generate.refuse_batching(name))
+            self._guard_model()
+        except BaseException:
+            self.detach()
+            raise
+
+    def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of the instance, until `detach` puts back what it had."""
+        had = {name: vars(module)[name]} if name in vars(module) else {}
+        self._undo.append(functools.partial(vars(module).update, had))
+        self._undo.append(functools.partial(vars(module).pop, name, None))
+        vars(module)[name] = value
+
+    def _deepcopy(self, module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy of the stock model: hooks and caches stay with the original."""
+        self.detach()
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            self._put()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model inside compress() cannot be pickled: save it outside of the `with` block")
+
+    # ------------------------------------------------------------------ what must stay as it was put
+
+    def _guard_module(self, module: torch.nn.Module, pre: int, after: int) -> None:
+        kind = type(module)
+        forward, compiled = vars(module).get("forward"), getattr(module, "_compiled_call_impl", None)
+        self._guards += [
+            (
+                f"the hooks of its {kind.__name__}",
+                lambda: pre in module._forward_pre_hooks and after in module._forward_hooks,
+            ),
+            (f"the forward of its {kind.__name__}", lambda: vars(module).get("forward") is forward),
+            (f"the class of its {kind.__name__}", lambda: type(module) is kind),
+            (f"{kind.__name__}.compile()", lambda: getattr(module, "_compiled_call_impl", None) is compiled),
+        ]
+
+    def _guard_model(self) -> None:
+        model, config, base = self.model, self.model.config, compat.base_model(self.model)
+        generate, attend = vars(model).get("generate"), compat.registered_attention()
+        self._guards += [
+            ("its configuration", lambda: model.config is config),
+            ("its base model", lambda: compat.base_model(model) is base),
+            ("its attention implementation", lambda: config._attn_implementation == compat.ATTENTION),
+            (
+                "its decoder's attention implementation",
+                lambda: compat.text_config(model)._attn_implementation == compat.ATTENTION,
+            ),
+            ("its generate", lambda: vars(model).get("generate") is generate),
+            (f"the attention registered as {compat.ATTENTION!r}", lambda: compat.registered_attention() is attend),
+        ]
+
+    def check_intact(self) -> None:
+        """Check that everything the hooks put in place, or rely on, is still there.
+
+        Raises:
+            ValueError: it is not; it names what was changed.
+        """
+        changed = [what for what, holds in self._guards if not holds()]
+        if changed:
+            raise ValueError(
+                f"the model was changed inside compress(): {', '.join(changed)}. It would no longer be compressed: change "
+                "it outside of the `with` block"
+            )
 
     @torch.no_grad()
     def _probe(self, cache: Any = None) -> list[Tensor]:
@@ -143,6 +220,7 @@ class ModelHooks:
             return None
         if isinstance(named.get("cache"), StaticDecodeCache):  # a static step is planned and noted by who takes it
             return None
+        self.check_intact()
         if named.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False leaves nothing to compress: drop it, or call the model outside compress()"
@@ -192,7 +270,16 @@ class ModelHooks:
 
     def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with what a compressed cache cannot do refused before any work."""
-        model_generate.check(args, kwargs)
-        if kwargs.get("cache", kwargs.get("past_key_values")) is None:
-            kwargs["cache"] = self._caches.new()
-        return stock(*args, **kwargs)
+        if not self.is_attached:  # kept by someone beyond the session
+            return stock(*args, **kwargs)
+        self.check_intact()
+        model_generate.check(self.model, args, kwargs)
+        cache = model_generate.named_arguments(args, kwargs).get("cache")
+        if cache is None:
+            kwargs.pop("past_key_values", None)
+            kwargs["cache"] = cache = self._caches.new()
+        with model_generate.restoring(self.model):
+            output = stock(*args, **kwargs)
+        # not another that ran beside it, such as that of classifier-free guidance
+        self._runner.cache = cache if isinstance(cache, CompressedCache) else getattr(cache, "_kvcompress", None)
+        return output

@@ -84,6 +84,7 @@ class ForwardRunner:
         Raises:
             ValueError: rows or mask that do not fit the cache, and what the pre-forward hook refuses.
         """
+        check_head(self.model)
         cache = self.current()
         mask = new_columns(cache, ids, mask)
         real = mask.bool().cpu() if mask is not None else torch.ones(ids.shape, dtype=torch.bool)
@@ -110,6 +111,19 @@ class ForwardRunner:
             logits = torch.where(any_real.to(logits.device)[:, None], logits, previous)
         cache.logits = logits
         return output.logits if every else logits
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Check that a model's forward yields logits.
+
+    Raises:
+        ValueError: it has no language-modelling head.
+    """
+    if not model.can_generate():
+        raise ValueError(
+            f"a {type(model).__name__} has no language-modelling head, so that no logits follow a prompt: load the model by "
+            "AutoModelForCausalLM, or call model(...) itself, which is compressed as well"
+        )
 
 
 def new_columns(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.retention_map import kept as kept_positions
 from kvcompress.cache.traffic import per_token, skipped
@@ -75,6 +77,19 @@ class SequenceReport:
         if not prefill.needs_segments or cache.reuse is not None:
             return []
         return [f"prefill={prefill.name} had nothing to reuse: a prompt of one segment is all question"]
+
+
+def nan_notes(logits: Tensor, row: int | None = None) -> list[str]:
+    """A note that names the rows whose last logits `[B, V]` are NaN, if there are any; of one row only if it is given."""
+    bad = logits.isnan().any(-1).nonzero().squeeze(1).tolist()
+    if not bad or row not in (None, *bad):
+        return []
+    where = (
+        ""
+        if len(logits) == 1 or row is not None
+        else f" in {'row' if len(bad) == 1 else 'rows'} {', '.join(map(str, bad))}"
+    )
+    return [f"the last logits are NaN{where}: what was kept and generated there means nothing"]
 
 
 def note_moment(cache: CompressedCache, phase: str) -> None:

@@ -21,7 +21,7 @@ from kvcompress.hook.generation import Generation, check_sampling, generate
 from kvcompress.hook.model_hooks import ModelHooks
 from kvcompress.hook.planner import ForwardPlanner
 from kvcompress.hook.runner import ForwardRequest, ForwardRunner, new_columns, with_pending
-from kvcompress.hook.sequence_report import SequenceReport
+from kvcompress.hook.sequence_report import SequenceReport, nan_notes
 from kvcompress.hook.sources import ChunkStore, PrefillSource
 from kvcompress.hook.stepper import DecodeStepper, synchronize
 from kvcompress.method import Method
@@ -311,6 +311,7 @@ class Session:
     def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
         """One decode forward on the current cache: `ids [B, 1]` → logits `[B, V]`; rows not `real [B]` add nothing."""
         self._must_be_open()
+        self.hooks.check_intact()
         return self._take_step(ids, real)
 
     @torch.no_grad()
@@ -400,8 +401,12 @@ class Session:
             row: of a batch, as if it were alone: its bytes are those of a copy without padding. None: all rows.
             kept_map: also where the tokens lie that the first row holds (`kvcompress.cache.retention_map`).
         """
-        cache = self.runner.current() if row is None else self.runner.current().row(row)
-        return self._reporter.build(cache, self.stepper.how, self.prefill_seconds, kept_map)
+        whole = self.runner.current()
+        cache = whole if row is None else whole.row(row)
+        report = self._reporter.build(cache, self.stepper.how, self.prefill_seconds, kept_map)
+        if whole.logits is not None:
+            report["notes"] += nan_notes(whole.logits, row)
+        return report
 
 
 def compress(

@@ -114,6 +114,8 @@ def unsupported_reason(model: PreTrainedModel, compressor: Any) -> str | None:
         return (
             f"{model.config.model_type!r} has layers with {', '.join(sorted(kinds))}, whose cache is transformers' own"
         )
+    if not model.can_generate():
+        return f"a {type(model).__name__} has no language-modelling head"
     if compat.holds_latents(model):
         return f"{model.config.model_type!r} holds latents"
     parts = compressor.parts

@@ -244,7 +244,8 @@ class Worker:
                     release()
                     continue
                 results = [fault] * len(batch)
-            for sample, result in zip(batch, results, strict=True):
+            kept_first = sorted(zip(batch, results, strict=True), key=lambda pair: isinstance(pair[1], BaseException))
+            for sample, result in kept_first:  # a fault ends the cell
                 if cell.open:
                     self._keep(cell, loaded, sample, advance, result, None, "", len(batch))
 
