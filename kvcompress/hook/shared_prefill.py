@@ -23,7 +23,7 @@ from kvcompress.hook.scoring import Attended
 from kvcompress.hook.sequence_report import note_moment
 from kvcompress.hook.session import Session
 from kvcompress.kernels.blockwise import Features
-from kvcompress.method import Method, Needs, Scorer
+from kvcompress.method import Method, Needs
 from kvcompress.method.parts import Prefilled
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ def unsupported_reason(method: Method) -> str | None:
         return "compact positions hold keys that are not rotated"
     needs, scorer = needs_of(method), parts.scorer
     known = Needs(window=needs.window, mass=needs.mass, decay=needs.decay, output=needs.output)
-    observing = method.limited and scorer is not None and type(scorer).observe is not Scorer.observe
+    observing = method.limited and scorer is not None and scorer.observes
     if observing or needs != known:
         return "it observes more than windows of queries and attention mass"
     return None

@@ -18,7 +18,7 @@ import kvcompress.conf
 from kvcompress import compress
 from kvcompress.cache.layouts.dense import rounded
 from kvcompress.hook import static_decode
-from kvcompress.methods import H2O, KIVI, AdaKV, Full, Quest, SnapKV
+from kvcompress.methods import H2O, KIVI, AdaKV, Full, KVzip, Quest, SnapKV
 from kvcompress.sweep import config
 from kvcompress.sweep.run import Runner
 
@@ -339,3 +339,20 @@ def test_a_captured_step_reads_what_is_written_into_its_tensors(monkeypatch):
     second = replay()
     assert first.tolist() == [2.0] * 3 and second.tolist() == [10.0] * 3  # the first is not written over
     assert graphs[0].replays == 2 and order == ["wait", "wait"]
+
+
+def test_a_method_that_repeats_the_prompt_knows_tokens_of_static_steps_in_the_next_turn():
+    model, ids, later = small_model(), random_ids(1, 30), random_ids(1, 9, 1)
+
+    class Tokenizer:
+        def encode(self, text, add_special_tokens=False):
+            return [5, 6]
+
+    found = []
+    for decode in ("eager", "static"):
+        with compress(model, KVzip(budget=0.5), tokenizer=Tokenizer(), decode=decode) as session:
+            session.prefill(ids)
+            session.generate(NEW)
+            session.prefill(later, cache=session.cache)
+            found.append([session.cache.positions(layer).tolist() for layer in range(len(session.cache.layers))])
+    assert found[0] == found[1]
