@@ -87,6 +87,16 @@ def check(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, An
         raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
 
 
+def chunked_prompt(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Tokens of the prompt, where `generate` feeds it in chunks (`prefill_chunk_size`)."""
+    named = named_arguments(args, kwargs)
+    ids = named.get("inputs") if named.get("inputs") is not None else named.get("input_ids")
+    own = named.get("generation_config"), getattr(model, "generation_config", None)
+    chunk = named.get("prefill_chunk_size")
+    chunked = chunk is not None or any(getattr(config, "prefill_chunk_size", None) is not None for config in own)
+    return None if ids is None or not chunked else int(ids.shape[1])
+
+
 def _check_options(model: PreTrainedModel, named: Mapping[str, Any]) -> None:
     given = named.get("generation_config")
     options = {name: value for name, value in named.items() if name not in POSITIONAL}
@@ -118,8 +128,6 @@ def _check_options(model: PreTrainedModel, named: Mapping[str, Any]) -> None:
         refuse(name, reason)
     if value_of("use_cache") is False:
         refuse("use_cache", "leaves nothing to compress")
-    if value_of("prefill_chunk_size") is not None:
-        refuse("prefill_chunk_size", "cuts the prompt outside of the method: give that prefill=Chunked(chunk=…)")
     if isinstance(named.get("custom_generate"), str):
         refuse("custom_generate", HUB)
 

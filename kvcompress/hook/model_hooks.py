@@ -43,6 +43,8 @@ class ModelHooks:
         self._runner, self._planner, self._caches = runner, planner, caches
         self._outer: torch.nn.Module | None = None  # whose forward is running
         self._inner_due = False  # its base model is still to be called
+        self._chunked_prompt: int | None = None  # tokens of a prompt that generate() feeds in chunks
+        self._due = 0  # tokens that each layer has seen when it has run
         self._undo: list[Callable[[], Any]] = []
         self._guards: list[tuple[str, Callable[[], bool]]] = []  # what is checked before a forward, by name
 
@@ -140,13 +142,17 @@ class ModelHooks:
 
     def _guard_module(self, module: torch.nn.Module, pre: int, after: int) -> None:
         kind = type(module)
-        forward, compiled = vars(module).get("forward"), getattr(module, "_compiled_call_impl", None)
+        forward, stock = vars(module).get("forward"), kind.forward
+        compiled = getattr(module, "_compiled_call_impl", None)
         self._guards += [
             (
                 f"the hooks of its {kind.__name__}",
                 lambda: pre in module._forward_pre_hooks and after in module._forward_hooks,
             ),
-            (f"the forward of its {kind.__name__}", lambda: vars(module).get("forward") is forward),
+            (
+                f"the forward of its {kind.__name__}",
+                lambda: vars(module).get("forward") is forward and kind.forward is stock,
+            ),
             (f"the class of its {kind.__name__}", lambda: type(module) is kind),
             (f"{kind.__name__}.compile()", lambda: getattr(module, "_compiled_call_impl", None) is compiled),
         ]
@@ -154,8 +160,19 @@ class ModelHooks:
     def _guard_model(self) -> None:
         model, config, base = self.model, self.model.config, compat.base_model(self.model)
         generate, attend = vars(model).get("generate"), compat.registered_attention()
+        places, attends = _attention_places(base)
+        layers = compat.text_config(model).num_hidden_layers
         self._guards += [
+            ("its layers", lambda: all(siblings.get(name) is child for siblings, name, child in places)),
+            (
+                "the attention of its layers",
+                lambda: all(
+                    part.config._attn_implementation == compat.ATTENTION and vars(part).get("forward") is forward
+                    for part, forward in attends
+                ),
+            ),
             ("its configuration", lambda: model.config is config),
+            ("its number of layers", lambda: compat.text_config(model).num_hidden_layers == layers),
             ("its base model", lambda: compat.base_model(model) is base),
             ("its attention implementation", lambda: config._attn_implementation == compat.ATTENTION),
             (
@@ -221,6 +238,10 @@ class ModelHooks:
         if isinstance(named.get("cache"), StaticDecodeCache):  # a static step is planned and noted by who takes it
             return None
         self.check_intact()
+        if self.model.training and torch.is_grad_enabled() and self.model.is_activation_checkpointing:
+            raise ValueError(
+                "gradient checkpointing drops the cache in training mode: call model.eval() before compressing"
+            )
         if named.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False leaves nothing to compress: drop it, or call the model outside compress()"
@@ -234,7 +255,9 @@ class ModelHooks:
             raise ValueError("the prompt is empty: give at least one token")
         named["cache"] = cache = self._caches.adopt(named.get("cache"))
         named["use_cache"] = True
-        request = self._runner.request
+        request, seen = self._runner.request, cache.get_seq_length()
+        if request is None and 0 < seen == (self._chunked_prompt or 0) - tokens.shape[1]:
+            request = ForwardRequest("prompt")  # its last chunk, even of a single token
         cache.forward = self._planner.plan(
             cache, tokens, named.get("attention_mask"), request, named.get("position_ids")
         )
@@ -242,6 +265,7 @@ class ModelHooks:
             named["attention_mask"] = cache.columns.to(tokens.device)
         self._runner.cache = cache
         self._outer, self._inner_due = module, module is self.model
+        self._due = seen + tokens.shape[1]
         cache.broken = True  # until the forward has ended: an interrupt runs no hook
         return (), named
 
@@ -254,8 +278,13 @@ class ModelHooks:
             return
         forward, broken = cache.forward, True
         try:
-            whole = output is not None and all(x.seen == cache.full_layers[0].seen for x in cache.full_layers)
-            if whole and forward.phase != "pass":
+            short = [layer.index for layer in cache.full_layers if layer.seen != self._due]
+            if output is not None and short:
+                raise ValueError(
+                    f"layers {', '.join(map(str, short))} did not hand their keys and values to the cache: inside compress() "
+                    "every layer has to run, and be given the cache"
+                )
+            if output is not None and forward.phase != "pass":
                 self._planner.auxiliary.run(cache, forward)
                 self._compressor.end_of_forward(cache)
                 note_moment(cache, forward.phase)
@@ -278,8 +307,28 @@ class ModelHooks:
         if cache is None:
             kwargs.pop("past_key_values", None)
             kwargs["cache"] = cache = self._caches.new()
-        with model_generate.restoring(self.model):
-            output = stock(*args, **kwargs)
+        self._chunked_prompt = model_generate.chunked_prompt(self.model, args, kwargs)
+        try:
+            with model_generate.restoring(self.model):
+                output = stock(*args, **kwargs)
+        finally:
+            self._chunked_prompt = None
         # not another that ran beside it, such as that of classifier-free guidance
         self._runner.cache = cache if isinstance(cache, CompressedCache) else getattr(cache, "_kvcompress", None)
         return output
+
+
+def _attention_places(base: torch.nn.Module) -> tuple[list[tuple[dict[str, Any], str, Any]], list[tuple[Any, Any]]]:
+    """Where a decoder's attention modules hang (siblings by name, name, module), and these with a forward of their own."""
+    places: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+    attends = []
+    for path, found in base.named_modules():
+        if not path or not isinstance(getattr(found, "layer_idx", None), int) or not hasattr(found, "config"):
+            continue
+        attends.append((found, vars(found).get("forward")))
+        parent = base
+        for name in path.split("."):
+            siblings: dict[str, Any] = parent._modules
+            places[id(parent), name] = siblings, name, siblings[name]
+            parent = siblings[name]
+    return list(places.values()), attends

@@ -88,6 +88,8 @@ CHANGES = {  # by what the error must name
     "the hooks of its LlamaForCausalLM": lambda model: model._forward_pre_hooks.clear(),
     "the hooks of its LlamaModel": lambda model: model.model._forward_hooks.clear(),
     "the class of its LlamaForCausalLM": other_class,
+    "its layers": lambda model: model.model.layers.__setitem__(1, copy.deepcopy(model.model.layers[1])),
+    "the attention of its layers": lambda model: other_forward(model.model.layers[1].self_attn),
 }
 
 
@@ -125,6 +127,31 @@ def test_a_model_built_from_the_configuration_inside_is_refused_by_name():
     if twin.config._attn_implementation == "kvcompress":
         with pytest.raises(ValueError, match="set_attn_implementation"):
             twin(ids)
+
+
+def test_a_layer_that_does_not_run_is_named():
+    model, ids = small_model(), random_ids(1, 20)
+    layers = model.config.num_hidden_layers
+    with compress(model, METHOD) as session:
+        handle = model.register_forward_pre_hook(lambda *_: setattr(model.config, "num_hidden_layers", layers - 1))
+        with pytest.raises(ValueError, match=f"layers {layers - 1} did not"):
+            session.prefill(ids)
+        handle.remove()
+        with pytest.raises(ValueError, match="number of layers"):
+            session.prefill(ids)
+        model.config.num_hidden_layers = layers
+        session.prefill(ids)
+
+
+def test_gradient_checkpointing_that_drops_the_cache_is_refused_by_name():
+    model, ids = small_model(), random_ids(1, 20)
+    model.activation_checkpointing_enable()
+    with compress(model, METHOD) as session:
+        model.train()
+        with pytest.raises(ValueError, match="gradient checkpointing"):
+            model(ids)
+        model.eval()
+        session.prefill(ids)
 
 
 def test_another_attention_under_our_name_is_noticed(monkeypatch):

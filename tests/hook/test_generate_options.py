@@ -27,7 +27,6 @@ FIELDS = [
     {"cache_implementation": "paged"},
     {"use_cache": False},
     {"output_attentions": True, "return_dict_in_generate": True},
-    {"prefill_chunk_size": 4},
 ]
 
 
@@ -75,6 +74,17 @@ def test_a_loop_from_the_hub_is_refused_and_one_of_the_caller_runs():
 
 
 @pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"])
+def test_a_prompt_that_generate_feeds_in_chunks_is_compressed_to_its_end():
+    model, method = small_model(), SnapKV(budget=8, window=4)
+    for length in (24, 25):  # whose last chunk is one token
+        ids = random_ids(1, length)
+        with compress(model, method) as session:
+            model.generate(ids, prefill_chunk_size=8, max_new_tokens=1)
+            assert session.cache.kept_tokens().unique().tolist() == [8]
+            model.generate(ids, prefill_chunk_size=8, max_new_tokens=3)
+            assert session.cache.kept_tokens().unique().tolist() == [10]
+
+
 def test_continuous_batching_is_refused_by_name(name):
     model = small_model()
     with compress(model, METHOD), pytest.raises(ValueError, match=name):

@@ -153,6 +153,11 @@ def test_a_method_that_cannot_share_says_why(method, says):
             session.prefill(ids)
 
 
+@pytest.mark.parametrize("name", ["ChunkKV", "CriticalKV"])
+def test_a_scorer_over_another_that_observes_nothing_itself_shares_a_prefill(name):
+    assert unsupported_reason(make(name, 0.4)) is None and name in SHARING
+
+
 def test_a_prefill_that_observed_too_little_is_refused():
     model, ids = small_model(), random_ids(1, 40)
     for method in (make("SnapKV", 0.5, window=9), make("H2O", 0.5)):
