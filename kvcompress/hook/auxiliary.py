@@ -20,9 +20,10 @@ from kvcompress.cache.encoding import BESIDE
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore, Store
-from kvcompress.common.clock import Clock
+from kvcompress.cache.sequence import SequenceState
+from kvcompress.hook.run_stats import RunStats
 from kvcompress.hook.runner import ForwardRequest, ForwardRunner
-from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
+from kvcompress.kernels.blockwise import ALL, AttentionParams, blocks, softmax_block, units, visible
 from kvcompress.method import Method, Needs
 from kvcompress.method.parts import Parts
 from kvcompress.method.view import Pass
@@ -36,23 +37,23 @@ LEAST = torch.finfo(torch.float32).tiny  # an attention that rounds to nothing: 
 class AuxiliaryLayer(CompressedLayer):
     """One row of a layer as a pass sees it; holds a copy while attention runs, then notes what it saw and lets go."""
 
+    observing_only = True
+
     def __init__(self, cache: CompressedCache, source: CompressedLayer, row: int, of: Pass):
         super().__init__(cache, source.index)
         self.source, self.row, self.of, self.seen = source, row, of, source.seen
-        self.sealed, self.device, self.dtype = source.sealed, source.device, source.dtype
-        chosen = {name: value[row : row + 1] for name, value in source.codec_state.items()}
-        self.codec_state = chosen
+        self.device = source.device
 
     @property
     def length(self) -> int:
         return self.source.length if self.store is None else self.store.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.store, blocks = one_row(self.source.held(), self.row), self.source.blocks
-        self.blocks = None if blocks is None else blocks.select_rows(torch.tensor([self.row]))
+        self.store = one_row(self.source.held(), self.row)
+        self.encoding = self.source.encoding.select(self.context, torch.tensor([self.row]))
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def observe(self, q: Tensor, features: Features, forward: Forward) -> None:
+    def observe(self, q: Tensor, features: AttentionParams, forward: Forward) -> None:
         """Raise what the observed keys have got to their strongest attention in this pass, `q [1, H, n, D]`."""
         asked = forward.on("positions", q.device)
         got, inside = strongest(q, self.keys_values()[0], self.positions(), asked, self.of, features)
@@ -64,7 +65,7 @@ class AuxiliaryLayer(CompressedLayer):
         mine.copy_(torch.where(inside[0], torch.maximum(mine, got[0].clamp(min=LEAST)), mine))
         if not isinstance(store, DenseStore):
             store.put("passes", noted)
-        self.store = self.fresh = self.blocks = None
+        self.store = self.current_kv = self.encoding.groups = None
 
 
 def one_row(store: Store, row: int) -> Store:
@@ -78,7 +79,7 @@ def one_row(store: Store, row: int) -> Store:
 
 
 def strongest(
-    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: Features
+    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """The strongest attention that held keys get from the queries of a pass, over query heads and queries, in float32.
 
@@ -122,7 +123,7 @@ class MethodInUse(Protocol):
     method: Method
     parts: Parts
     needs: Needs
-    clock: Clock
+    stats: RunStats
 
 
 class AuxiliaryForwards:
@@ -146,12 +147,12 @@ class AuxiliaryForwards:
         name = type(in_use.method).__name__
         if tokens.dim() != 2:
             raise ValueError(f"{name} repeats the prompt to the model: give input_ids, not inputs_embeds")
-        state, known = cache.full_layers[0].state, tokens.long()
+        state, known = cache.sequence, tokens.long()
         if forward.real is not None:
             known = known.masked_fill(~forward.on("real", tokens.device), -1)
-        if "ids" in state:
-            known = torch.cat([state["ids"], known.to(state["ids"].device)], dim=1)
-        passed = state.get("passed", torch.zeros(len(known), 1, dtype=torch.long))
+        if state.fed is not None:
+            known = torch.cat([state.fed, known.to(state.fed.device)], dim=1)
+        passed = torch.zeros(len(known), 1, dtype=torch.long) if state.passed is None else state.passed
         if forward.phase == "prompt" and cache.cap is not None and in_use.parts.schedule.prompt:
             assert cache.real is not None and in_use.parts.scorer is not None
             passed, limit = passed.clone(), compat.max_positions(self._model)
@@ -165,7 +166,7 @@ class AuxiliaryForwards:
                         )
                     forward.passes.append((row, of))
                 passed[row] = len(ids)
-        state["ids"], state["passed"] = known, passed
+        cache.note_fed(known, passed)
 
     @torch.no_grad()
     def run(self, cache: CompressedCache, forward: Forward) -> None:
@@ -175,7 +176,7 @@ class AuxiliaryForwards:
         following = _next_rotation(forward, len(cache.real) if cache.real is not None else 1)
         base, device = compat.base_model(self._model), self._model.device
         try:
-            with self._runner.requesting(ForwardRequest("pass")), self._in_use.clock.running(device):
+            with self._runner.requesting(ForwardRequest("pass")), self._in_use.stats.clock.running(device):
                 for row, of in forward.passes:
                     ids = of.ids.to(device)[None]
                     at = torch.arange(ids.shape[1], device=device)[None] + following[row]
@@ -194,19 +195,18 @@ def _next_rotation(forward: Forward, batch: int) -> list[int]:
 
 def _seen_by_row(cache: CompressedCache, row: int, of: Pass) -> CompressedCache:
     """A cache that reads one row of another and keeps nothing."""
-    assert cache.real is not None
     chosen = torch.tensor([row])
-    reading = CompressedCache([], cache.codec, True, cache.rotations)
-    for layer in cache.layers:
-        if isinstance(layer, CompressedLayer):
-            reading.layers.append(AuxiliaryLayer(reading, layer, row, of))
-        else:  # sliding window: a copy of the row, whose own keys the pass pushes out
-            windowed: Any = copy.copy(layer)
-            windowed.batch_select_indices(chosen.to(windowed.keys.device))
-            reading.layers.append(windowed)
-    reading.real = cache.real[chosen]
-    reading.columns = None if cache.columns is None else cache.columns[chosen]
-    reading.owner, reading.model, reading.turns = cache.owner, cache.model, cache.turns
-    reading.latents = cache.latents
-    reading.shift = None if cache.shift is None else cache.shift[chosen]
-    return reading
+
+    def layers(reading: CompressedCache) -> list[Any]:
+        found: list[Any] = []
+        for layer in cache.layers:
+            if isinstance(layer, CompressedLayer):
+                found.append(AuxiliaryLayer(reading, layer, row, of))
+            else:  # sliding window: a copy of the row, whose own keys the pass pushes out
+                windowed: Any = copy.copy(layer)
+                windowed.batch_select_indices(chosen.to(windowed.keys.device))
+                found.append(windowed)
+        return found
+
+    one, spec = cache.sequence.select(chosen), replace(cache.spec, limited=True)
+    return CompressedCache(spec, layers, SequenceState(real=one.real, columns=one.columns, shift=one.shift))

@@ -21,7 +21,6 @@ from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.planner import ForwardPlanner
 from kvcompress.hook.runner import ForwardRequest, ForwardRunner
-from kvcompress.hook.sequence_report import note_moment
 from kvcompress.hook.static_decode import StaticDecodeCache
 from kvcompress.models import compat
 
@@ -258,15 +257,12 @@ class ModelHooks:
         request, seen = self._runner.request, cache.get_seq_length()
         if request is None and 0 < seen == (self._chunked_prompt or 0) - tokens.shape[1]:
             request = ForwardRequest("prompt")  # its last chunk, even of a single token
-        cache.forward = self._planner.plan(
-            cache, tokens, named.get("attention_mask"), request, named.get("position_ids")
-        )
+        cache.begin(self._planner.plan(cache, tokens, named.get("attention_mask"), request, named.get("position_ids")))
         if cache.columns is not None and named.get("attention_mask") is None:
             named["attention_mask"] = cache.columns.to(tokens.device)
         self._runner.cache = cache
         self._outer, self._inner_due = module, module is self.model
         self._due = seen + tokens.shape[1]
-        cache.broken = True  # until the forward has ended: an interrupt runs no hook
         return (), named
 
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -287,13 +283,12 @@ class ModelHooks:
             if output is not None and forward.phase != "pass":
                 self._planner.auxiliary.run(cache, forward)
                 self._compressor.end_of_forward(cache)
-                note_moment(cache, forward.phase)
+                cache.note_moment(forward.phase)
             broken = output is None
         finally:
-            cache.forward = None
-            cache.broken = broken
+            cache.end(complete=not broken)
             self._inner_due = False
-            cache.logits = cache.pending = None  # a session that ran this forward sets them again
+            cache.keep_logits(None)  # a session that ran this forward sets them again
 
     # ------------------------------------------------------------------ model.generate
 

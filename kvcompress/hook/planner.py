@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from transformers import PreTrainedModel
 
@@ -41,17 +43,17 @@ class ForwardPlanner:
         Raises:
             ValueError: the forward cannot be run; the cache is as it was.
         """
-        unchanged = cache.real, cache.prompted, cache.cap, cache.columns, cache.closed, cache.shift
+        unchanged = cache.sequence
         try:
             forward = self._describe(cache, tokens, mask, request)
             self._check_length(cache, forward)
             if position_ids is not None:
-                forward.rotated = position_ids
-            if cache.turns is not None:
+                forward = replace(forward, rotated=position_ids)
+            if cache.spec.codec_rope is not None:
                 cache.note_shift(forward)
             self.auxiliary.plan(cache, forward, tokens)
         except ValueError:  # a refused forward leaves no trace
-            cache.real, cache.prompted, cache.cap, cache.columns, cache.closed, cache.shift = unchanged
+            cache.restore(unchanged)
             raise
         return forward
 
@@ -62,7 +64,7 @@ class ForwardPlanner:
             ValueError: it would have to stream, and the budget leaves no room for new tokens or is a share.
         """
         limit, budget = compat.max_positions(self.model), self.compressor.method.budget
-        if cache.rotations is None or limit is None or length <= limit:
+        if cache.spec.compact_rope is None or limit is None or length <= limit:
             return length
         if isinstance(budget, float):
             raise ValueError(
@@ -93,8 +95,7 @@ class ForwardPlanner:
         else:
             added = real.sum(1)
             positions = torch.where(real, before[:, None] + real.long().cumsum(1) - 1, -1)
-        _note_columns(cache, real, batch, length)
-        cache.real = before + added
+        cache.advance(real, added)
         phase = request.phase if request is not None else "prompt" if length > 1 or seen == 0 else "decode"
         prefill = self.compressor.parts.prefill
         if phase == "prompt" and request is None and prefill.needs_segments:
@@ -104,13 +105,16 @@ class ForwardPlanner:
                 "prefill=oneshot"
             )
         if phase == "prompt":
+            assert cache.real is not None
             self._check_host(batch, cache.real)
-            cache.prompted = cache.real
-            cache.cap = self.compressor.method.cap(cache.real) if self.compressor.limited else None
+            cache.begin_prompt(self.compressor.method.cap(cache.real) if self.compressor.limited else None)
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
         fires = self._read_tokens(cache, tokens, real, phase)
         fusion = None if request is None else request.recompute
-        return Forward(phase, length, real, positions.int(), added, columns, fires=fires, fusion=fusion)
+        observer = self.compressor
+        return Forward(
+            phase, length, real, positions.int(), added, columns, fires=fires, fusion=fusion, observer=observer
+        )
 
     def _read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
         """Rows whose new tokens `[B, n]` fire the schedule, bool `[B]`; rows whose compression ends are noted in `cache`.
@@ -119,8 +123,6 @@ class ForwardPlanner:
             ValueError: embeddings were given where the schedule needs ids.
         """
         schedule = self.compressor.parts.schedule
-        if phase == "prompt":
-            cache.closed = None
         if phase != "decode" or not self.compressor.limited or not (schedule.newline_ids or schedule.until_ids):
             return None
         if tokens.dim() != 2:
@@ -131,8 +133,7 @@ class ForwardPlanner:
             return torch.isin(ids, torch.tensor(wanted, dtype=torch.long)).any(1)
 
         if schedule.until_ids:
-            ended = among(schedule.until_ids)
-            cache.closed = ended if cache.closed is None else cache.closed | ended
+            cache.close_rows(among(schedule.until_ids))
         return among(schedule.newline_ids) if schedule.newline_ids else None
 
     def _check_length(self, cache: CompressedCache, forward: Forward) -> None:
@@ -142,7 +143,7 @@ class ForwardPlanner:
         assert cache.real is not None
         longest = (
             int(cache.real.max())
-            if cache.rotations is None or cache.full_layers[0].store is None
+            if cache.spec.compact_rope is None or cache.full_layers[0].store is None
             else int(cache.held_rows().max()) + forward.length
         )
         if longest > limit:
@@ -154,7 +155,7 @@ class ForwardPlanner:
     def _check_host(self, batch: int, real: Tensor) -> None:
         reader = self.compressor.reader
         if isinstance(reader, PagedReader):
-            per_token = reader.hosted(*compat.head_sizes(self.model)[0]) * torch.finfo(self.model.dtype).bits // 8
+            per_token = reader.host_numbers(*compat.head_sizes(self.model)[0]) * torch.finfo(self.model.dtype).bits // 8
             full = [i for i, kind in enumerate(compat.layer_types(self.model)) if kind == "full_attention"]
             check_host(reader, full, batch, int(real.max()), per_token)
 
@@ -173,11 +174,3 @@ def _new_real(mask: Tensor, seen: int, length: int) -> Tensor:
             f"give a mask of {seen + length}; to ask more of this cache, pass the new ids after the old ones"
         )
     return mask[:, -length:].bool().cpu()
-
-
-def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:
-    if real is None and cache.columns is None:
-        return
-    old = cache.columns if cache.columns is not None else torch.ones(batch, cache.get_seq_length(), dtype=torch.bool)
-    new = real if real is not None else torch.ones(batch, length, dtype=torch.bool)
-    cache.columns = torch.cat([old, new], dim=1)

@@ -109,7 +109,7 @@ class ForwardRunner:
             logits = output.logits[rows, (last - first).clamp(min=0).to(rows.device)]
         if previous is not None and not bool(any_real.all()):  # a row that got nothing keeps what it had
             logits = torch.where(any_real.to(logits.device)[:, None], logits, previous)
-        cache.logits = logits
+        cache.keep_logits(logits)
         return output.logits if every else logits
 
 

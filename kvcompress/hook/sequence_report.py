@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcompress.cache.cache import CompressedCache
-from kvcompress.cache.retention_map import kept as kept_positions
+from kvcompress.cache.retention_map import retention_map
 from kvcompress.cache.traffic import per_token, skipped
 from kvcompress.hook.compression import Compressor
 
@@ -52,29 +52,29 @@ class SequenceReport:
                 "bytes_tables": held["tables"],
                 "bytes_scores": held["scores"],
                 "kept_tokens_mean": float(kept.double().mean()),
-                "kept_tokens_max": max(cache.kept_max, int(kept.max())),
+                "kept_tokens_max": max(cache.sequence.kept_max, int(kept.max())),
                 **per_token(cache, batch),
                 "storage": "real",
             },
             "nbytes": held,
             "active": evicted > 0
-            or any(layer.sealed or skipped(layer) for layer in cache.full_layers)
-            or bool(cache.reuse and cache.reuse["tokens_reused"] > 0),
+            or any(layer.encoding.is_encoded or skipped(layer) for layer in cache.full_layers)
+            or bool(cache.sequence.reuse and cache.sequence.reuse["tokens_reused"] > 0),
             "evicted": evicted,
-            "clamped": cache.clamped,
+            "clamped": cache.sequence.clamped,
             "notes": [*self._notes, *self._reuse_notes(cache)],
             "kept_per_layer": kept.double().mean(dim=(1, 2)).tolist(),
-            "kernel": "+".join(sorted(self._compressor.kernels)),
+            "kernel": "+".join(sorted(self._compressor.stats.kernels)),
             "step": dict(step),
-            "time": {"prefill_s": prefill_s, "compress_s": self._compressor.seconds},
-            "moments": list(cache.moments),
-            **({} if cache.reuse is None else {"reuse": dict(cache.reuse)}),
-            **(kept_positions(cache) if kept_map else {}),
+            "time": {"prefill_s": prefill_s, "compress_s": self._compressor.stats.seconds},
+            "moments": list(cache.sequence.moments),
+            **({} if cache.sequence.reuse is None else {"reuse": dict(cache.sequence.reuse)}),
+            **(retention_map(cache) if kept_map else {}),
         }
 
     def _reuse_notes(self, cache: CompressedCache) -> list[str]:
         prefill = self._compressor.parts.prefill
-        if not prefill.needs_segments or cache.reuse is not None:
+        if not prefill.needs_segments or cache.sequence.reuse is not None:
             return []
         return [f"prefill={prefill.name} had nothing to reuse: a prompt of one segment is all question"]
 
@@ -90,22 +90,3 @@ def nan_notes(logits: Tensor, row: int | None = None) -> list[str]:
         else f" in {'row' if len(bad) == 1 else 'rows'} {', '.join(map(str, bad))}"
     )
     return [f"the last logits are NaN{where}: what was kept and generated there means nothing"]
-
-
-def note_moment(cache: CompressedCache, phase: str) -> None:
-    """Note what a cache holds when a forward has ended: an entry of the report's `moments`, but for decode steps."""
-    if not cache.full_layers:
-        return
-    cache.note_kept()
-    if phase == "decode":
-        return
-    nbytes = cache.nbytes()
-    cache.moments.append(
-        {
-            "moment": phase,
-            "seen": cache.get_seq_length(),
-            "tokens_held": float(cache.kept_tokens().double().mean()),
-            "bytes_valid": nbytes["valid"],
-            "bytes_allocated": nbytes["allocated"],
-        }
-    )

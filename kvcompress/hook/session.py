@@ -12,15 +12,16 @@ from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.forward import Fusing
-from kvcompress.common.clock import Clock
 from kvcompress.hook.auxiliary import AuxiliaryForwards
 from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compatibility import check_codec, check_tokenizer
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.generation import Generation, check_sampling, generate
+from kvcompress.hook.model_facts import ModelFacts
 from kvcompress.hook.model_hooks import ModelHooks
 from kvcompress.hook.planner import ForwardPlanner
 from kvcompress.hook.runner import ForwardRequest, ForwardRunner, new_columns, with_pending
+from kvcompress.hook.scoring import evicts, needs_of
 from kvcompress.hook.sequence_report import SequenceReport, nan_notes
 from kvcompress.hook.sources import ChunkStore, PrefillSource
 from kvcompress.hook.stepper import DecodeStepper, synchronize
@@ -54,7 +55,7 @@ class Session:
         store: ChunkStore | None = None,
         decode: str = "eager",
         *,
-        pipeline: Callable[[Method, int, str], Compressor] = Compressor,
+        pipeline: Callable[[Method, int, str, ModelFacts], Compressor] = Compressor,
         step: Callable[[Tensor, Tensor | None], Tensor] | None = None,
         attach: bool = True,
         on_logits: Callable[[int, Tensor], None] | None = None,
@@ -62,7 +63,7 @@ class Session:
         """As `compress`, and for those who drive sessions:
 
         Args:
-            pipeline: makes the runtime of the method, from the method, the number of full-attention layers and kernel.
+            pipeline: makes the runtime of the method, from method, number of full-attention layers, kernel and model.
             step: takes a decode step in place of the session's own stepper, `(ids [B, 1], real [B]) -> logits [B, V]`.
             attach: False hooks the model for each forward apart, so that several sessions may be open on it.
             on_logits: called by `generate` with a token's number in its answer and the logits `[B, V]` it is picked from.
@@ -85,15 +86,15 @@ class Session:
             raise ValueError(
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
-        self.compressor = pipeline(method, len(self.full_layers), kernel)
+        compact = method.compact_positions and evicts(method, method.parts())
+        facts = ModelFacts(model, needs_of(method), compact)
+        self.compressor = pipeline(method, len(self.full_layers), kernel, facts)
         check_tokenizer(self.compressor, self.tokenizer)
-        if self.compressor.needs.output:
-            self.compressor.projections = compat.output_projections(model)
         self.notes = method.notes(model) if self.compressor.limited else []
         self.runner = ForwardRunner(model)
         auxiliary = AuxiliaryForwards(model, self.compressor, self.tokenizer, self.runner)
         self.planner = ForwardPlanner(model, self.compressor, auxiliary)
-        self.caches = CacheFactory(model, self.compressor)
+        self.caches = CacheFactory(model, self.compressor, facts)
         self.hooks = ModelHooks(model, self.compressor, self.runner, self.planner, self.caches)
         self.stepper = DecodeStepper(model, self.compressor, self.runner, self.planner, self.caches, decode)
         self.shared = shared
@@ -202,8 +203,7 @@ class Session:
         if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
             raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         self.cache = cache
-        self.compressor.clock = Clock()
-        self.compressor.kernels.clear()
+        self.compressor.stats.reset()
         self.stepper.reset()
         if how is not None and self._store is None:
             self._store = how.open_store(self.model)
@@ -266,14 +266,13 @@ class Session:
             ValueError: sliding layers, which hold a window only.
         """
         cache = self.runner.current()
-        cache.forward = self.planner.plan(cache, ids, request=ForwardRequest("append"))
-        cache.broken = True
+        cache.begin(self.planner.plan(cache, ids, request=ForwardRequest("append")))
         for layer, module in zip(cache.full_layers, compat.decoder_layers(self.model), strict=True):
             device = next(module.parameters()).device
             keys, values = (side.to(device) for side in rows(layer.index))
             layer.update(keys, values, kwargs={})
-            layer.fresh = None
-        cache.forward, cache.broken = None, False
+            layer.end_attention()
+        cache.end()
 
     @torch.no_grad()
     def append(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -363,7 +362,7 @@ class Session:
             until,
             self._on_logits,
         )
-        cache.pending = output.pending
+        cache.keep_pending(output.pending)
         return output
 
     @torch.no_grad()
@@ -390,7 +389,7 @@ class Session:
         for start in range(0, ids.shape[1] - 1, length):
             part = ids[:, start : min(start + length, ids.shape[1] - 1)]
             yield self.forward(phase, part, None, every=True)
-        cache.pending = ids[:, -1:]
+        cache.keep_pending(ids[:, -1:])
 
     # ------------------------------------------------------------------ reporting
 

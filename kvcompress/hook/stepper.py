@@ -105,7 +105,7 @@ class DecodeStepper:
             self._fall_back(reason)
             self._eager_for = cache
         else:
-            self._compressor.kernel("sdpa")
+            self._compressor.stats.note_kernel("sdpa")
             self.how.update(how=how, why=None)
         synchronize(self.model)
         self.how["ready_s"] = max(self.how["ready_s"], time.perf_counter() - start)
@@ -126,14 +126,15 @@ class DecodeStepper:
         rows = torch.ones(len(ids), dtype=torch.bool) if real is None else real.bool().cpu()
         previous = cache.logits
         forward = self._planner.plan(cache, ids, request=ForwardRequest("decode", rows[:, None]))
-        cache.broken = True  # until it has ended: an interrupt leaves it half written
+        cache.begin(forward)  # an interrupt leaves it half written
         logits = fixed_step(ids, forward)
         if previous is not None and not bool(rows.all()):  # a row that got nothing keeps what it had
             logits = torch.where(rows.to(logits.device)[:, None], logits, previous)
         for layer in cache.full_layers:
             layer.seen += 1
         cache.note_kept()
-        cache.logits, cache.pending, cache.broken = logits, None, False
+        cache.keep_logits(logits)
+        cache.end()
         return logits
 
 

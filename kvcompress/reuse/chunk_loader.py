@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvcompress.cache.cache import CompressedCache
+from kvcompress.cache.forward import LayerCall, hand_over
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore
 from kvcompress.method.parts import PromptRunner
@@ -77,21 +78,20 @@ class UnwindowedLayer(CompressedLayer):
     """Stands in for a sliding layer while a prompt is made: holds all of its tokens, and masks by the window."""
 
     temporary = True
-    full_width = 0  # no part of what a cache is measured by
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
     ) -> tuple[Tensor, Tensor]:
-        forward = self.holder().forward
-        assert kwargs is not None and forward is not None
-        kwargs["kv_layer"] = self
+        forward = self.context().forward
+        assert forward is not None
+        hand_over(kwargs, LayerCall(self, forward))
         if forward.fusion is not None:
             key_states, value_states = forward.fusion.fuse(self.index, key_states, value_states)
         positions = forward.on("positions", key_states.device)[:, None]
         counts = forward.added[:, None].expand(-1, key_states.shape[1])
         self.store = DenseStore({"keys": key_states, "values": value_states, "positions": positions}, counts)
-        self.seen, self.fresh = key_states.shape[2], (key_states, value_states)
-        return self.fresh
+        self.seen, self.current_kv = key_states.shape[2], (key_states, value_states)
+        return self.current_kv
 
     def keys_values(self) -> tuple[Tensor, Tensor]:
         return self.held().get("keys"), self.held().get("values")

@@ -97,7 +97,7 @@ def _run(session: PromptRunner, segments: Sequence[Tensor]) -> Prefilled:
     reused = ends[len(chunks) - 1] if chunks else 0
     loaded, missing = sum(chunk.nbytes for chunk in chunks), spans[len(chunks) :]
     cache = session.cache
-    direct = cache.codec.name == "plain" and cache.rotations is None
+    direct = cache.spec.codec.name == "plain" and cache.spec.compact_rope is None
     if missing:
         scratch = cache if direct else session.new_cache(exact=True)
         session.cache = scratch
@@ -112,20 +112,22 @@ def _run(session: PromptRunner, segments: Sequence[Tensor]) -> Prefilled:
     prefilled = session.forward_prompt(whole[:, ends[-1] if ends else 0 :], None)
     did = store.stats.since(before)
     computed = whole.shape[1] - reused
-    cache.reuse = {
-        "context_tokens": sum(sizes[:-1]),
-        "question_tokens": sizes[-1],
-        "tokens_reused": reused,
-        "tokens_recomputed": sum(sizes[:-1]) - reused,
-        "recompute_share": computed / whole.shape[1],
-        "chunks": len(spans),
-        "chunks_computed": len(missing),
-        "bytes_loaded": loaded,
-        "bytes_from_disk": int(did["bytes_from_disk"]),
-        "load_s": did["load_s"],
-        "precompute_s": 0.0,
-        "store_s": spent,
-    }
+    cache.note_reuse(
+        {
+            "context_tokens": sum(sizes[:-1]),
+            "question_tokens": sizes[-1],
+            "tokens_reused": reused,
+            "tokens_recomputed": sum(sizes[:-1]) - reused,
+            "recompute_share": computed / whole.shape[1],
+            "chunks": len(spans),
+            "chunks_computed": len(missing),
+            "bytes_loaded": loaded,
+            "bytes_from_disk": int(did["bytes_from_disk"]),
+            "load_s": did["load_s"],
+            "precompute_s": 0.0,
+            "store_s": spent,
+        }
+    )
     return prefilled
 
 

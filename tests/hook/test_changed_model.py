@@ -20,7 +20,7 @@ METHOD = SnapKV(budget=0.5, window=4)
 
 @pytest.mark.parametrize("part", ["model", "base", "container"])
 def test_a_deep_copy_made_inside_is_a_stock_model(part):
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     expected = model(ids).logits
     with compress(model, METHOD) as session:
         session.prefill(ids)
@@ -44,7 +44,7 @@ def test_a_deep_copy_made_inside_is_a_stock_model(part):
 
 
 def test_a_deep_copy_keeps_no_cache_alive():
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     with compress(model, METHOD) as session:
         session.prefill(ids)
         held = weakref.ref(session.cache)
@@ -55,7 +55,7 @@ def test_a_deep_copy_keeps_no_cache_alive():
 
 
 def test_a_shallow_copy_is_no_open_session_afterwards():
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     with compress(model, METHOD):
         twin = copy.copy(model)
     twin.generate(ids, max_new_tokens=2)
@@ -64,7 +64,7 @@ def test_a_shallow_copy_is_no_open_session_afterwards():
 
 
 def test_pickling_inside_is_refused_by_name():
-    model = small_model()
+    model = small_model(fresh=True)
     with compress(model, METHOD), pytest.raises(TypeError, match=r"compress\(\)"):
         pickle.dumps(model)
     pickle.dumps(model)
@@ -96,7 +96,7 @@ CHANGES = {  # by what the error must name
 @pytest.mark.parametrize("decode", ["eager", "static"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_swapped_inside_is_named_when_a_forward_begins(name, decode):
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     with compress(model, METHOD, decode=decode) as session:
         session.prefill(ids)
         session.step(ids[:, :1])
@@ -110,7 +110,7 @@ def test_what_is_swapped_inside_is_named_when_a_forward_begins(name, decode):
 
 
 def test_hooks_that_are_all_removed_are_noticed_by_attention():
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     with compress(model, METHOD):
         for module in (model, model.model):
             module._forward_pre_hooks.clear()
@@ -121,7 +121,7 @@ def test_hooks_that_are_all_removed_are_noticed_by_attention():
 
 
 def test_a_model_built_from_the_configuration_inside_is_refused_by_name():
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     with compress(model, METHOD):
         twin = LlamaForCausalLM(copy.deepcopy(model.config)).eval()
     if twin.config._attn_implementation == "kvcompress":
@@ -130,7 +130,7 @@ def test_a_model_built_from_the_configuration_inside_is_refused_by_name():
 
 
 def test_a_layer_that_does_not_run_is_named():
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     layers = model.config.num_hidden_layers
     with compress(model, METHOD) as session:
         handle = model.register_forward_pre_hook(lambda *_: setattr(model.config, "num_hidden_layers", layers - 1))
@@ -144,7 +144,7 @@ def test_a_layer_that_does_not_run_is_named():
 
 
 def test_gradient_checkpointing_that_drops_the_cache_is_refused_by_name():
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     model.activation_checkpointing_enable()
     with compress(model, METHOD) as session:
         model.train()
@@ -155,7 +155,7 @@ def test_gradient_checkpointing_that_drops_the_cache_is_refused_by_name():
 
 
 def test_another_attention_under_our_name_is_noticed(monkeypatch):
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     with compress(model, METHOD) as session:
         session.prefill(ids)
         monkeypatch.setitem(AttentionInterface._global_mapping, "kvcompress", lambda *_, **__: None)
@@ -164,7 +164,7 @@ def test_another_attention_under_our_name_is_noticed(monkeypatch):
 
 
 def test_a_generation_config_may_be_set_inside():
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)
     with compress(model, METHOD):
         model.generation_config = GenerationConfig(max_new_tokens=2)
         assert model.generate(ids).shape == (1, 22)

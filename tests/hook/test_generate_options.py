@@ -43,7 +43,7 @@ def state(model):
 @pytest.mark.parametrize("options", FIELDS, ids=lambda options: next(iter(options)))
 @pytest.mark.parametrize("where", ["argument", "generation_config", "model.generation_config"])
 def test_an_option_is_refused_by_name_wherever_it_is_set(options, where):
-    model, ids, name = small_model(), random_ids(1, 16), next(iter(options))
+    model, ids, name = small_model(fresh=True), random_ids(1, 16), next(iter(options))
     if where == "model.generation_config":
         model.generation_config.update(**options)
     before = state(model)
@@ -61,7 +61,7 @@ def test_an_option_is_refused_by_name_wherever_it_is_set(options, where):
 
 
 def test_a_loop_from_the_hub_is_refused_and_one_of_the_caller_runs():
-    model, ids = small_model(), random_ids(1, 16)
+    model, ids = small_model(fresh=True), random_ids(1, 16)
 
     def first_token(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         return model(input_ids, cache=kwargs["cache"]).logits[:, -1:].argmax(-1)
@@ -73,9 +73,8 @@ def test_a_loop_from_the_hub_is_refused_and_one_of_the_caller_runs():
         assert found.shape == (1, 1) and session.cache.kept_tokens().unique().tolist() == [8]
 
 
-@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"])
 def test_a_prompt_that_generate_feeds_in_chunks_is_compressed_to_its_end():
-    model, method = small_model(), SnapKV(budget=8, window=4)
+    model, method = small_model(fresh=True), SnapKV(budget=8, window=4)
     for length in (24, 25):  # whose last chunk is one token
         ids = random_ids(1, length)
         with compress(model, method) as session:
@@ -85,15 +84,16 @@ def test_a_prompt_that_generate_feeds_in_chunks_is_compressed_to_its_end():
             assert session.cache.kept_tokens().unique().tolist() == [10]
 
 
+@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"])
 def test_continuous_batching_is_refused_by_name(name):
-    model = small_model()
+    model = small_model(fresh=True)
     with compress(model, METHOD), pytest.raises(ValueError, match=name):
         getattr(model, name)([[5, 6, 7]])
     assert name not in vars(model)
 
 
 def test_a_compressed_model_cannot_draft_for_another():
-    model, other, ids = small_model(), small_model(seed=1), random_ids(1, 16)
+    model, other, ids = small_model(fresh=True), small_model(seed=1, fresh=True), random_ids(1, 16)
     with compress(model, METHOD) as session:
         with pytest.raises(ValueError, match="is_assistant"):
             other.generate(ids, assistant_model=model, max_new_tokens=4)
@@ -101,7 +101,7 @@ def test_a_compressed_model_cannot_draft_for_another():
 
 
 def test_whatever_a_generation_does_to_the_configuration_is_undone():
-    model, ids = small_model(), random_ids(1, 16)
+    model, ids = small_model(fresh=True), random_ids(1, 16)
     before = state(model)
 
     def spoil(model, input_ids, *args, **kwargs):
@@ -133,7 +133,7 @@ def test_whatever_a_generation_does_to_the_configuration_is_undone():
     ids=lambda options: next(iter(options)),
 )
 def test_an_option_that_neither_rewinds_nor_rewrites_generates_as_without_a_session(options):
-    model, ids = small_model(), random_ids(1, 16)
+    model, ids = small_model(fresh=True), random_ids(1, 16)
     before = state(model)
 
     def tokens():
@@ -148,7 +148,7 @@ def test_an_option_that_neither_rewinds_nor_rewrites_generates_as_without_a_sess
 
 
 def test_with_guidance_the_report_describes_the_prompt_and_not_the_negative_branch():
-    model, ids, negative = small_model(), random_ids(1, 40), random_ids(1, 6, 1)
+    model, ids, negative = small_model(fresh=True), random_ids(1, 40), random_ids(1, 6, 1)
     options = {"guidance_scale": 2.0, "negative_prompt_ids": negative, "max_new_tokens": 3}
     expected = model.generate(ids, **options).tolist()
     with compress(model, Full()) as session:
@@ -162,7 +162,7 @@ def test_with_guidance_the_report_describes_the_prompt_and_not_the_negative_bran
 
 
 def test_a_model_without_a_head_is_compressed_by_its_forward_and_refused_by_name_where_logits_are_needed():
-    model, ids = small_model(), random_ids(1, 16)
+    model, ids = small_model(fresh=True), random_ids(1, 16)
     with compress(model, METHOD) as session:
         model(ids)
         expected = session.cache.positions(1)

@@ -20,7 +20,7 @@ BROKEN = 7  # a token whose embedding is NaN
 
 @pytest.fixture
 def model():
-    model = small_model()
+    model = small_model(fresh=True)
     model.get_input_embeddings().weight.data[BROKEN] = math.nan
     return model
 

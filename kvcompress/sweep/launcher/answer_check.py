@@ -1,4 +1,4 @@
-"""Decoding together against decoding alone: the same tokens, up to the first that was a close call."""
+"""Answer check: decoding together gives the tokens of decoding alone, up to the first that was a close call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLOSE = 1e-3  # logits: two kernels differ in the last digits, so a nearer secon
 
 
 class MarginRecorder:
-    """Records by how much the best logit led the second, per answer and token: a session's `on_logits`."""
+    """Records the margin between the best and the second logit, per answer and token: a session's `on_logits`."""
 
     def __init__(self) -> None:
         self.margins: list[list[float]] = []
@@ -24,18 +24,20 @@ class MarginRecorder:
 
 
 def compare_answers(alone: Mapping[str, Any], together: Mapping[str, Any], margins: list[list[float]]) -> str | None:
-    """What is wrong with the answers decoded together, or None.
+    """First difference of answers decoded together to those decoded alone, None where they agree.
 
     Args:
         alone, together: what a task returned of the same sample; `margins` were noted when it ran alone.
     """
     turns = zip(alone["tokens"], together["tokens"], margins, strict=True)
-    for number, (expected, found, margin) in enumerate(turns, 1):
+    for number, (expected, found, lead) in enumerate(turns, 1):
         if list(expected) == list(found) and alone["finished"][number - 1] == together["finished"][number - 1]:
             continue
         first = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
         first = min(len(expected), len(found)) if first is None else first
-        if margin[first] < CLOSE:
+        if lead[first] < CLOSE:
             return None  # from here on the sequences differ for a good reason
-        return f"answer {number}, token {first + 1}: together not as alone, where the best logit led by {margin[first]:.2g}"
+        return (
+            f"answer {number}, token {first + 1}: together not as alone, where the best logit led by {lead[first]:.2g}"
+        )
     return None
