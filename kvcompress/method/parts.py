@@ -8,7 +8,7 @@ Parts decide; the session applies. None touches a cache tensor or holds state be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -203,16 +203,46 @@ class Prefilled:
 
 
 class PromptRunner(Protocol):
-    """What a session offers to a prefill."""
+    """A session, as a prefill sees it.
+
+    Attributes:
+        cache: the sequence that the prompt goes into.
+        store: where chunks are kept, from `Prefill.open_store` or the caller.
+        reuse_rotations: RoPE per layer, where the method's prefill `needs_segments`.
+        observed_queries: how many of a prompt's last queries the method looks at: they are made in one forward.
+    """
 
     cache: Any
+    store: Any
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def reuse_rotations(self) -> list[Any]: ...
+
+    @property
+    def observed_queries(self) -> int: ...
+
+    def new_cache(self, headroom: bool = True, exact: bool = False) -> Any:
+        """An empty cache; with `exact` one that holds keys and values as the model makes them, all of them."""
+        ...
+
+    def forward(
+        self, phase: str, ids: Tensor, mask: Tensor | None = None, every: bool = False, recompute: Any = None
+    ) -> Tensor:
+        """One forward of the current cache in a phase ("prompt", "append") → logits `[B, V]` of the last position.
+
+        `recompute` (a `cache.forward.Fusing`) puts reused keys and values in the place of the model's own.
+        """
+        ...
+
+    def load(self, ids: Tensor, rows: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """Append keys and values `rows(layer)` of `ids [1, n]` that were computed before."""
+        ...
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` on the current cache, whole or in chunks, each compressed when it ends."""
-        ...
-
-    def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: Any) -> Prefilled:
-        """Run a prompt whose segments but the last are reused as far as `plan` (`kvcompress.reuse.selective_recompute.Plan`) says."""
         ...
 
 
@@ -229,6 +259,18 @@ class Prefill(CheckedFields, ABC):
     @abstractmethod
     def run(self, session: PromptRunner, segments: list[Tensor], mask: Tensor | None) -> Prefilled:
         """Run the prompt, given as one or more `[B, n]` id tensors, into `session.cache`."""
+
+    def open_store(self, model: Any) -> Any:
+        """The store of a session that was given none; None where nothing is reused."""
+        return None
+
+    def precompute(self, session: PromptRunner, segments: list[Tensor]) -> int:
+        """Put the chunks of a prompt `[prefix or first chunk, chunk, …, question]` into `session.store`.
+
+        Returns:
+            how many were not there yet and were prefilled now.
+        """
+        return 0
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from small_models import random_ids, small_model
 from kvcompress import compress
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.observed import LayerObserved
-from kvcompress.hook.shared_prefill import cannot_share, prefill_once
+from kvcompress.hook.shared_prefill import prefill_once, unsupported_reason
 from kvcompress.method import Chunked, Needs
 from kvcompress.methods import Full, SnapKV, StreamingLLM
 
 BUDGETS = (0.2, 0.5, 24)
 UNION = Needs(window=8)
-SHARING = [name for name in EVICTING if cannot_share(make(name, 0.5)) is None]
+SHARING = [name for name in EVICTING if unsupported_reason(make(name, 0.5)) is None]
 
 
 def needs_of(method):
@@ -156,10 +156,15 @@ def test_other_ids_are_prefilled_by_the_model():
 )
 def test_a_method_that_cannot_share_says_why(method, says):
     model, ids = small_model(), random_ids(1, 40)
-    assert says in cannot_share(method)
+    assert says in unsupported_reason(method)
     with compress(model, method, shared=prefill_once(model, ids, UNION)) as session:
         with pytest.raises(ValueError, match=says):
             session.prefill(ids)
+
+
+@pytest.mark.parametrize("name", ["ChunkKV", "CriticalKV"])
+def test_a_scorer_over_another_that_observes_nothing_itself_shares_a_prefill(name):
+    assert unsupported_reason(make(name, 0.4)) is None and name in SHARING
 
 
 def test_a_prefill_that_observed_too_little_is_refused():

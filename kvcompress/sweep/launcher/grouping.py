@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcompress.hook.shared_prefill import cannot_share, needs_of
+from kvcompress.hook import shared_prefill
+from kvcompress.hook.scoring import needs_of
 from kvcompress.method import Needs
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.launcher import sweep_file
@@ -56,7 +57,7 @@ def unshared_reason(spec: CellSpec) -> str | None:
     if not spec.task.shares_prefill:
         return f"task={spec.task.name} measures the prefill itself"
     try:
-        return cannot_share(spec.method) or None
+        return shared_prefill.unsupported_reason(spec.method)
     except ValueError as error:  # it will say so again when it runs
         return str(error)
 
