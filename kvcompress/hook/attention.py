@@ -35,7 +35,7 @@ from kvcompress.kernels.blockwise import (
 )
 from kvcompress.kernels.online_softmax import piecewise_attention
 from kvcompress.kernels.varlen_decode import lane_attention
-from kvcompress.models import compat
+from kvcompress.models import compat, projections
 
 Tensor = torch.Tensor
 
@@ -84,7 +84,7 @@ def kv_attention(
     whole, fusion = cache.forward, cache.forward.fusion
     if fusion is not None:
         query, cache.forward = fusion.asked(query), fusion.narrowed(whole)
-    latent = compat.latent_attention(module) if cache.latents else None
+    latent = projections.latent_attention(module, query) if cache.latents else None
     if latent is None:
         output, probabilities = attend(layer, module, query, cache.forward, features, compressor)
     else:

@@ -23,7 +23,7 @@ from kvcompress.hook.compatibility import check_codec, check_tokenizer
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.static_decode import FixedCache
 from kvcompress.method import Method
-from kvcompress.models import compat, tokenizers
+from kvcompress.models import compat, projections, tokenizers
 
 Tensor = torch.Tensor
 
@@ -36,6 +36,7 @@ class Hooks:
         ValueError: for a model that cannot be supported, by name, before any work.
         """
         compat.check_model(model)
+        projections.check_latent_attention(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
         check_codec(model, method.parts().codec)  # before it is bound, which may take a measurement
@@ -53,7 +54,7 @@ class Hooks:
         self.compressor = Compressor(method, len(self.full_layers), kernel)
         check_tokenizer(self.compressor, self.tokenizer)
         if self.compressor.needs.output:
-            self.compressor.projections = compat.output_projections(model)
+            self.compressor.projections = projections.output_projections(model)
         self.notes = method.notes(model) if self.compressor.limited else []
         self.cache: CompressedCache | None = None
         self._phase: str | None = None

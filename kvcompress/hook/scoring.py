@@ -12,7 +12,7 @@ from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hook.observed import LayerObserved
 from kvcompress.kernels.blockwise import Features
-from kvcompress.method import LayerView, Method, Needs, Scorer
+from kvcompress.method import LayerView, Method, Needs
 from kvcompress.method import budget as budgets
 from kvcompress.method.selection import ranked, staged
 from kvcompress.models.compat import Rotation
@@ -52,7 +52,7 @@ class Judge:
         scorer_needs = self.parts.scorer.needs if self.parts.scorer else Needs()
         self.needs = (scorer_needs | self.parts.allocator.needs) if self.limited else Needs()
         self.needs |= self.parts.codec.needs
-        self.observing = self.parts.scorer is not None and type(self.parts.scorer).observe is not Scorer.observe
+        self.observing = self.parts.scorer is not None and self.parts.scorer.observes
         self.rotations: list[Rotation] | None = None  # given by the session where parts need `prerope`
         if self.needs.hidden:
             raise ValueError(

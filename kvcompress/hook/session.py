@@ -46,6 +46,7 @@ class Session(Stepping):
     ):
         super().__init__(model, method, kernel, tokenizer, decode)
         self._store: KVStore | None = None
+        self._store_given = False
         if store is not None:
             self.store = store
         self.prefill_seconds: float | None = None  # unknown where the model was called, not the session
@@ -65,7 +66,20 @@ class Session(Stepping):
     @store.setter
     def store(self, store: KVStore) -> None:
         store.check(self.model)
-        self._store = store
+        self._store, self._store_given = store, True
+
+    def _check_store(self) -> None:
+        """See to it that the store's chunks are those of the model as it is now: an adapter may have been switched.
+
+        Raises:
+            ValueError: a store that was given holds others.
+        """
+        if self._store is None:
+            return
+        if self._store_given:
+            self._store.check(self.model)
+        elif not self._store.serves(self.model):
+            self._store = None
 
     # ------------------------------------------------------------------ explicit phases
 
@@ -90,6 +104,7 @@ class Session(Stepping):
             the cache, logits `[B, V]` of the last position, and real tokens seen `[B]`.
         """
         self._must_be_open()
+        self._check_store()
         segments = [ids] if isinstance(ids, Tensor) else list(ids)
         if not segments or sum(s.shape[-1] for s in segments) == 0:
             raise ValueError("the prompt is empty: give at least one token")
@@ -120,6 +135,7 @@ class Session(Stepping):
             how many were not there yet and were prefilled now; 0 where the prefill does not reuse chunks.
         """
         self._must_be_open()
+        self._check_store()
         if not self.compressor.parts.prefill.needs_segments:
             return 0
         return chunk_loader.precompute(self, list(segments)[:-1])[1]

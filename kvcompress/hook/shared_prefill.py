@@ -22,8 +22,9 @@ from kvcompress.hook.observed import remember_queries
 from kvcompress.hook.scoring import Attended
 from kvcompress.hook.session import Session
 from kvcompress.kernels.blockwise import Features
-from kvcompress.method import Method, Needs, Scorer
+from kvcompress.method import Method, Needs
 from kvcompress.method.parts import Prefilled
+from kvcompress.models.model_hash import model_state
 
 Tensor = torch.Tensor
 
@@ -37,7 +38,7 @@ def cannot_share(method: Method) -> str | None:
         return "compact positions hold keys that are not rotated"
     needs, scorer = needs_of(method), parts.scorer
     known = Needs(window=needs.window, mass=needs.mass, decay=needs.decay, output=needs.output)
-    observing = method.limited and scorer is not None and type(scorer).observe is not Scorer.observe
+    observing = method.limited and scorer is not None and scorer.observes
     if observing or needs != known:
         return "it observes more than windows of queries and attention mass"
     return None
@@ -98,7 +99,7 @@ class SharedPrefill:
         features: what the model asks of each layer's attention.
         forward: the forward that made it.
         kernels: which attention kernels it ran.
-        mass: attention mass was summed up, which takes another kernel than a prefill without it.
+        model_state: the model's state when it was made (see `model_hash.model_state`).
     """
 
     ids: Tensor
@@ -107,6 +108,7 @@ class SharedPrefill:
     forward: Forward
     kernels: frozenset[str]
     needs: Needs
+    model_state: tuple[Any, ...]
 
     @property
     def windows_bytes(self) -> int:
@@ -117,6 +119,9 @@ class SharedPrefill:
     def serves(self, cache: CompressedCache, segments: Sequence[Tensor], mask: Tensor | None) -> bool:
         """True if this is what a prompt of `segments` on `cache` would compute."""
         if cache.real is not None or (mask is not None and not bool(mask.bool().all())):
+            return False
+        model = None if cache.model is None else cache.model()
+        if model is None or model_state(model) != self.model_state:  # another adapter is active, or weights changed
             return False
         return torch.equal(torch.cat([s.cpu() for s in segments], dim=1), self.ids)
 
@@ -190,7 +195,8 @@ def prefill_once(
     if needs.window and _window_bytes(cache, needs.window) <= cache.nbytes()["allocated"]:
         for layer in cache.full_layers:
             layer.windows = {needs.window: None}
-    return SharedPrefill(prompt.cpu(), cache, recorder.features, forward, frozenset(recorder.kernels), needs)
+    kernels, state = frozenset(recorder.kernels), model_state(model)
+    return SharedPrefill(prompt.cpu(), cache, recorder.features, forward, kernels, needs, state)
 
 
 def _window_bytes(cache: CompressedCache, window: int) -> int:

@@ -149,8 +149,8 @@ def _known(
     return loaded
 
 
-def fingerprint(name: str) -> dict[str, str]:
-    """What tells one content of a model folder from another, for run ids: `{"content": hash}`, or nothing for a name.
+def folder_hash(name: str) -> dict[str, str]:
+    """Hash of the files of a model folder, for run ids: `{"content": hash}`, or nothing for a name.
 
     Small files count whole, weights by size and by their first and last MiB, so that it takes no time.
     """

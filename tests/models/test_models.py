@@ -319,12 +319,12 @@ def test_smollm2_answers_and_ends_its_turn(smollm2):
     assert "Paris" in tokenizer.decode(output) and output[-1].item() in eos_ids(model, tokenizer)
 
 
-def test_a_folders_fingerprint_follows_its_content(tmp_path):
-    """Other weights under the same path are another model; a name that is no folder has no fingerprint."""
+def test_a_folders_hash_follows_its_content(tmp_path):
+    """Other weights under the same path are another model; a name that is no folder has no hash."""
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
-    first = loading.fingerprint(str(tmp_path))
-    assert first == loading.fingerprint(str(tmp_path)) and loading.fingerprint("smollm2") == {}
+    first = loading.folder_hash(str(tmp_path))
+    assert first == loading.folder_hash(str(tmp_path)) and loading.folder_hash("smollm2") == {}
     weights.write_bytes(bytes((3 << 20) - 1) + b"x")
-    assert loading.fingerprint(str(tmp_path)) != first
+    assert loading.folder_hash(str(tmp_path)) != first
