@@ -1,7 +1,7 @@
 """Files of what was measured once on a model: tensors, found again by the model's weights and adapters.
 
 A file is `<kind>/<name>.safetensors`. Its metadata say how it was made and which adapters were active; `weight_sample`
-holds two numbers of every matrix, so that it is found whatever the model is called, in any float type, and never taken
+holds some numbers of every matrix, so that it is found whatever the model is called, in any float type, and never taken
 for another's: not for a model into which an adapter was merged either.
 """
 

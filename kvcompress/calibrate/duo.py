@@ -261,8 +261,8 @@ def head_order(heads: str, model: Any) -> tuple[tuple[int, ...], ...]:
             return ranks(known["scores"])
     names = ", ".join(path.stem for path in sorted(FOLDER.glob("*.json"))) or "none"
     raise ValueError(
-        f"no head classes are known for this model ({what}){adapters_noted(model)}; known: {names}. Measure them with `{COMMAND} --out FILE` "
-        "and give heads=FILE, or heads=random for a control"
+        f"no head classes are known for this model ({what}){adapters_noted(model)}; known: {names}. Measure them with "
+        f"`{COMMAND} --out FILE` and give heads=FILE, or heads=random for a control"
     )
 
 

@@ -216,7 +216,9 @@ def unstable_heads(heads: str, model: Any, count: int) -> set[tuple[int, int]]:
             raise ValueError(f"heads={heads!r} is neither a file nor one of profile, random, stable, unstable: {fix}")
         found = calibration.find(model, [path])
         if found is None:
-            raise ValueError(f"heads={heads!r} is a profile of another model than {name!r}{calibration.adapters_noted(model)}: {fix}")
+            raise ValueError(
+                f"heads={heads!r} is a profile of another model than {name!r}{calibration.adapters_noted(model)}: {fix}"
+            )
     share, mean = found["frequency"], found["instability"]
     kv = share.shape[1]
     return {(full[number // kv], number % kv) for number in least_stable(share, mean, count)}

@@ -189,7 +189,7 @@ def check_model(model: Any) -> None:
         ValueError: names the model type and the reason.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"compress() needs a transformers model, got {type(model).__name__}")
+        raise ValueError(f"compress() needs a transformers model, got {type(model).__name__}{_wrapped(model)}")
     kind = model.config.model_type
     text_kind = text_config(model).model_type
 
@@ -212,6 +212,15 @@ def check_model(model: Any) -> None:
         refuse(f"it has layers without a per-token KV cache that we can hold ({', '.join(unsupported)})")
     if not getattr(model, "_supports_attention_backend", False) or not model._can_set_attn_implementation():
         refuse("its attention does not go through transformers' AttentionInterface")
+
+
+def _wrapped(model: Any) -> str:
+    """How a model of peft's can be compressed, "" for anything else."""
+    if not callable(getattr(model, "get_base_model", None)):
+        return ""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return ", whose virtual tokens do not pass through the model: merge it or take an adapter of another kind"
+    return ": compress(model.get_base_model(), …), in which its adapters stay active"
 
 
 def _has_attention_layers(model: PreTrainedModel) -> bool:

@@ -24,6 +24,8 @@ WHOLE = 2 << 30  # bytes of weights that are hashed whole; of larger models the 
 EDGE = 1 << 20
 SAMPLE = 16  # numbers of each tensor that are looked at, about
 STOCK = ("torch.", "transformers.", "accelerate.", "kvcompress.")  # whose modules follow from configuration and weights
+PER_MATRIX = 4  # numbers of each matrix in a sample
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEPTH = 4  # of containers in a module's settings
 FORWARDS = {"_hf_hook", "_old_forward", "forward"}  # accelerate's, which change where a forward runs
 BASE = frozenset(vars(torch.nn.Module())) | {"name_or_path", "generate"}
@@ -41,7 +43,9 @@ def model_hash(model: Any) -> str:
     named = _tensors(model)
     found = hashlib.sha256((_config(model) + adapter_state(model)).encode())
     whole = sum(tensor.numel() * tensor.element_size() for tensor in named.values()) <= WHOLE
-    if any(tensor.is_meta for tensor in named.values()):  # weights off every device: the files they come from have to do
+    if any(
+        tensor.is_meta for tensor in named.values()
+    ):  # weights off every device: the files they come from have to do
         place = str(getattr(model.config, "_name_or_path", ""))
         found.update(json.dumps([place, folder_hash(place) if place else {}]).encode())
     seen: set[int] = set()
@@ -146,7 +150,9 @@ def _settings(module: torch.nn.Module) -> str:
     own = {
         name: value
         for name, value in vars(module).items()
-        if name not in BASE and not name.startswith("_kvcompress") and not ("_hf_hook" in vars(module) and name in FORWARDS)
+        if name not in BASE
+        and not name.startswith("_kvcompress")
+        and not ("_hf_hook" in vars(module) and name in FORWARDS)
     }
     return _described(own, DEPTH)
 
@@ -200,26 +206,34 @@ def _described_tensor(tensor: Tensor) -> str:
 
 
 def weight_sample(model: torch.nn.Module) -> Tensor:
-    """The number of weights, then two numbers of every matrix in the order of their names, float64 `[1 + 2 n]`.
+    """The number of weights, then `PER_MATRIX` numbers of every matrix in the order of their names, float64.
 
     Numbers of weights that are kept off every device are NaN.
     """
     matrices = [p.detach() for _, p in sorted(model.named_parameters()) if p.dim() > 1]
     values = [torch.tensor([float(sum(p.numel() for p in matrices))], dtype=torch.float64)]
     for matrix in matrices:
-        flat = torch.full((2,), torch.nan) if matrix.is_meta else matrix.reshape(-1)
-        at = torch.tensor([len(flat) // 3, 2 * len(flat) // 3], device=flat.device)
-        values.append(flat.index_select(0, at).cpu().double())
+        flat = torch.full((PER_MATRIX,), torch.nan) if matrix.is_meta else matrix.reshape(-1)
+        at = (2 * torch.arange(PER_MATRIX) + 1) * len(flat) // (2 * PER_MATRIX)
+        values.append(flat.index_select(0, at.to(flat.device)).cpu().double())
     return torch.cat(values)
 
 
 def same_weights(known: Tensor | Sequence[float], found: Tensor) -> bool:
-    """True if two samples are of the same weights, in whatever float types: equal once both are rounded to one of these."""
+    """True if two samples are of the same weights, each in any float type: equal in the coarser of their types."""
     known = torch.as_tensor(known, dtype=torch.float64)
     if known.shape != found.shape or known[:1].tolist() != found[:1].tolist():
         return False
     both = ~(known.isnan() | found.isnan())
     both[0] = False
     a, b = known[both], found[both]
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    return len(a) > 0 and any(torch.equal(a.to(kind), b.to(kind)) for kind in kinds)
+    kinds = {_float_type(a), _float_type(b)}
+    if kinds == {torch.float16, torch.bfloat16}:  # each rounded by itself
+        return torch.allclose(a, b, rtol=2**-7, atol=1e-7)
+    kind = min(kinds, key=FLOATS.index)
+    return len(a) > 0 and torch.equal(a.to(kind), b.to(kind))
+
+
+def _float_type(values: Tensor) -> torch.dtype:
+    """The coarsest float type that holds these float64 values."""
+    return next(kind for kind in FLOATS if torch.equal(values.to(kind).double(), values))

@@ -20,8 +20,12 @@ Tensor = torch.Tensor
 def is_plain_linear(module: torch.nn.Module) -> bool:
     """True if the module's forward is a product with its `weight`, and nothing else runs with it."""
     forward = vars(module).get("forward")
-    if forward is not None and hasattr(module, "_hf_hook"):  # accelerate's, which moves inputs, and weights that are meta
-        forward = None if getattr(vars(module).get("_old_forward"), "__func__", None) is torch.nn.Linear.forward else forward
+    if forward is not None and hasattr(
+        module, "_hf_hook"
+    ):  # accelerate's, which moves inputs, and weights that are meta
+        forward = (
+            None if getattr(vars(module).get("_old_forward"), "__func__", None) is torch.nn.Linear.forward else forward
+        )
     return (
         type(module).forward is torch.nn.Linear.forward
         and forward is None

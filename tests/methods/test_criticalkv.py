@@ -222,7 +222,9 @@ def test_a_model_without_a_known_projection_is_refused_by_name():
     model = small_model()
     own = model.model.layers[1].self_attn.o_proj
     model.model.layers[1].self_attn.o_proj = torch.nn.Sequential(own, torch.nn.GELU())
-    with pytest.raises(ValueError, match=r"'llama' has no output projection .* layers \[1\] .*no product with one matrix"):
+    with pytest.raises(
+        ValueError, match=r"'llama' has no output projection .* layers \[1\] .*no product with one matrix"
+    ):
         compress(model, CriticalKV(budget=0.5))
     compress(model, SnapKV(budget=0.5))
 
