@@ -47,7 +47,7 @@ class PrefixReuse(Prefill):
                 return _run(session, segments)
             except Damaged:
                 session.cache = session.new_cache()
-        raise AssertionError("damaged entries are not offered again")
+        return session.forward_prompt(ids, mask)  # others go on damaging what is there
 
 
 def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
@@ -137,6 +137,8 @@ def _exact(session: Any) -> CompressedCache:
 def _keep(store: KVStore, cache: CompressedCache, whole: Tensor, start: int, end: int) -> ChunkKV:
     """Store the rows of a part of the prompt."""
     pairs = [cache.keys_values(index) for index in range(len(cache.layers))]
+    if cache.latents:  # what a layer is given: latents, and the rotated key that attention finds behind them
+        pairs = [(latents, keys[..., latents.shape[3] :]) for keys, latents in pairs]
     keys, values = ([pair[side][:, :, start:end] for pair in pairs] for side in (0, 1))
     return store.put(whole[0, start:end], keys, values, lead=whole[0, :start], form=FORM)
 
