@@ -97,7 +97,7 @@ class TensorFile:
     def _read(self, start: int, count: int) -> Tensor:
         """Bytes of the file, uint8 `[count]`."""
         found = torch.empty(count, dtype=torch.uint8)
-        into, done = memoryview(found.numpy()), 0
+        into, done = found.numpy().data, 0
         with self._lock:
             os.lseek(self._handle, start, os.SEEK_SET)
             while done < count:
