@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 from helpers import make
-from small_models import CharacterTokenizer, random_ids, small_model
+from small_models import CharacterTokenizer, random_ids
+from small_models import small_model as shared_model
 
 from kvcompress import compress
 from kvcompress.calibrate import calibration
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`", 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STATES = ("first", "second", "off")
 LIKE = torch.empty(0)
+
+
+def small_model(architecture="llama", **options):
+    """A model of the test's own, which it may alter."""
+    return shared_model(architecture, fresh=True, **options)
 
 
 def with_adapters(model, targets=LINEAR, **options):
