@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompress.common.prose import Encoder, prose_ids
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import jsonl, prompts
 from kvcompress.data.divergence import along, answered
 from kvcompress.data.haystack import frame
@@ -162,9 +163,9 @@ class Fidelity(Task):
         random.Random(f"fidelity:{self.seed}").shuffle(records)
         for name, text in records:
             # a long document need not be encoded to its end
-            ids = tokenizer.encode(text[: 8 * need], add_special_tokens=False)
+            ids = plain_ids(tokenizer, text[: 8 * need])
             if len(ids) < need < 8 * need < len(text):
-                ids = tokenizer.encode(text, add_special_tokens=False)
+                ids = plain_ids(tokenizer, text)
             yield name, ids
 
     # ------------------------------------------------------------------ running

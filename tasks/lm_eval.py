@@ -25,9 +25,9 @@ from kvcompress.data.lm_eval_index import SEED, Loaded, load
 from kvcompress.data.lm_eval_requests import (
     Completion,
     Continuation,
+    answer_text,
     check_rolling,
     complete,
-    cut,
     draw_seed,
     log_likelihoods,
     prompt_of,
@@ -264,8 +264,7 @@ class LMEval(Task):
                         out["tokens"].append([int(token) for token in written.tokens[0]])
                         out["finished"].append(written.finished[0])
                         out["tpot_s"].extend(float(seconds) for seconds in written.step_s)
-                        text = tokenizer.decode(out["tokens"][-1], skip_special_tokens=True)
-                        out["responses"][-1].append(cut(text, part.until))
+                        out["responses"][-1].append(answer_text(part, out["tokens"][-1], tokenizer))
         end = dict(ends[-1])
         end["active"] = any(report["active"] for report in ends)
         end["clamped"] = any(report["clamped"] for report in ends)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import yaml
 
 from kvcompress import metrics
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import hub, jsonl, prompts
 from kvcompress.data.row_task import Asked, RowsTask
 from kvcompress.data.task import Sample, Task, Turn, of_suite
@@ -137,7 +138,7 @@ class LongBench(RowsTask):
         if template == "official":
             template = "auto" if self.published["chat"] else "none"
         newline = self.published["newline_stops"]
-        stop = tuple(tokenizer.encode("\n", add_special_tokens=False)[-1:]) if newline else ()
+        stop = tuple(plain_ids(tokenizer, "\n")[-1:]) if newline else ()
         hide = self.question == "hidden"
         for number, (row, asked) in enumerate(self.asked()):
             prompt = prompts.build(tokenizer, asked.text, asked.tail, template, limit, self.truncation, hide)

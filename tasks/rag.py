@@ -24,7 +24,8 @@ import torch
 
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
-from kvcompress.data import passages, prompts
+from kvcompress.common.tokenization import plain_ids
+from kvcompress.data import passages, prompts, thinking
 from kvcompress.data.divergence import along, answered
 from kvcompress.data.haystack import frame
 from kvcompress.data.task import Sample, Task, Turn
@@ -71,7 +72,7 @@ def f1(text: str, references: Sequence[str], tokenizer: Any) -> float:
     best = 0.0
     for reference in references:
         got, wanted = (
-            tokenizer.encode(normalise(one), add_special_tokens=False) for one in (answer_of(text), reference)
+            plain_ids(tokenizer, normalise(one)) for one in (answer_of(text), reference)
         )
         best = max(best, token_f1(got, wanted) if got and wanted else float(got == wanted))
     return best
@@ -247,10 +248,9 @@ class Rag(Task):
         end, tokens = session.report(), [int(token) for token in answer.tokens[0]]
         session.cache = held
         positions = _followed(session, sample.reference)
-        text, full = (
-            session.tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in (tokens, sample.reference["tokens"].tolist())
-        )
+        prompt_end = session.tokenizer.decode(sample.segments[-1])
+        outputs = (tokens, sample.reference["tokens"].tolist())
+        text, full = (one.answer for one in thinking.decoded(session.tokenizer, sample, outputs, prompt_end))
         sizes = [segment.shape[1] for segment in segments]
         return {
             "tokens": [tokens],

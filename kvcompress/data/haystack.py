@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress.common.prose import Encoder, built_in_prose, split_list
+from kvcompress.common.tokenization import begun
 from kvcompress.data.prompts import resolve_template
+from kvcompress.data.thinking import start_answer
 
 ESSAYS = Path("niah") / "PaulGrahamEssays"
 
@@ -135,17 +137,14 @@ def frame(tokenizer: Any, encode: Encoder, head: str, question: str, answer: str
         ValueError: template="chat" and the tokenizer has none, or an unknown value.
     """
     if resolve_template(tokenizer, template) == "none":
-        marked = tokenizer.encode("a", add_special_tokens=True)
-        bos = tokenizer.bos_token_id
-        start = (bos,) if bos is not None and marked and marked[0] == bos else ()
-        return Frame(start + encode(head), encode(question + answer), "none")
+        return Frame(tuple(begun(tokenizer, encode(head))), encode(question + answer), "none")
     mark = "\x1econtext\x1e"
     chat = [{"role": "user", "content": f"{head}{mark}{question}"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     before, found, after = text.partition(mark)
     if not found:
         raise ValueError("the chat template drops the user's message; use template=none")
-    return Frame(encode(before), encode(after + answer.lstrip()), "chat")
+    return Frame(encode(before), encode(start_answer(tokenizer, after, answer.lstrip())), "chat")
 
 
 def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, template: str) -> tuple[int, ...]:
@@ -168,7 +167,7 @@ def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, templ
     _, found, after = text.partition(mark)
     if not found:
         raise ValueError("the chat template drops the assistant's answer; use template=none")
-    return encode(after + answer.lstrip())
+    return encode(start_answer(tokenizer, after, answer.lstrip()))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
-from kvcompress.data import grading, hub, jsonl, prompts
+from kvcompress.data import grading, hub, jsonl, prompts, thinking
 from kvcompress.data.haystack import frame
 from kvcompress.data.task import Sample, Task, Turn, merged, prefill
 from kvcompress.measure.measuring import PeakMemory
@@ -192,7 +192,7 @@ class Reasoning(Task):
                 },
                 meta={
                     **prompts.facts(tokenizer, prompt),
-                    "thinking": text.rstrip().endswith(grading.OPEN),  # the template opened it for the model
+                    "thinking": thinking.begins_thinking(tokenizer, text),  # the template opened it for the model
                 },
             )
 
@@ -253,14 +253,13 @@ class Reasoning(Task):
 
     def gold(self, sample: Sample) -> list[str] | None:
         right = f"Final answer: \\boxed{{{sample.turns[0].references[0]}}}"
-        return [grading.CLOSE + right if sample.meta["thinking"] else right] * self.k
+        return [right] * self.k
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """pass@1 over the answers, and shares of those without a final answer and of those cut off at the limit."""
-        gold, thinking = sample.turns[0].references[0], bool(sample.meta["thinking"])
+        gold = sample.turns[0].references[0]
         judged = [
-            grading.judge(gold, text, end == "stop", thinking)
-            for text, end in zip(out["text"], out["finished"], strict=True)
+            grading.grade(gold, text, end == "stop") for text, end in zip(out["text"], out["finished"], strict=True)
         ]
         return {
             "score": fmean(one.right for one in judged),

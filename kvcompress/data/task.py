@@ -110,7 +110,11 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
-        """At least `{"score": 0..1}` from what `run` returned (`out["text"]`: one string per turn)."""
+        """At least `{"score": 0..1}` from what `run` returned, with `out["text"]`: one answer per turn.
+
+        An answer is what stands behind a thinking part, and "" where the output ended inside one; the whole text with its
+        marks goes into the record.
+        """
 
     def gold(self, sample: Sample) -> list[str] | None:
         """A right answer to each turn, as `score` gets it in `out["text"]`; None where no text is right or wrong."""

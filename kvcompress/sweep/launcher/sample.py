@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.data import grading, prompts
+from kvcompress.data import prompts, thinking
 from kvcompress.data.task import TIMES, Sample, Task
 from kvcompress.hook.joint_decoding import cannot_join
 from kvcompress.hook.session import compress
@@ -83,13 +83,12 @@ def row(
     """One line of `samples.jsonl`; `decoding` says how tokens came to be if the prefill was shared, `why` why apart."""
     if decoding is not None:
         out = without_times(out)
-    out["text"] = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
     meta = dict(sample.meta)
     if not {"prompt_hash", "prompt_first", "prompt_last"} <= meta.keys():
         meta = prompts.facts(loaded.tokenizer, sample.prompt_ids()) | meta
-    thinking = meta["prompt_last"].rstrip().endswith(grading.OPEN)
-    whole = [loaded.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in out["tokens"]]
-    scores = cell.task.score(sample, out)
+    outputs = thinking.decoded(loaded.tokenizer, sample, out["tokens"], meta["prompt_last"])
+    out["text"] = [one.text for one in outputs]
+    scores = cell.task.score(sample, out | {"text": [one.answer for one in outputs]})
     if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
         raise ValueError(f"task {cell.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
     how = {"decoding": decoding or "separate"} | ({"decoding_why": why} if why else {})
@@ -104,7 +103,7 @@ def row(
         | {"batch": cell.config.batch}
         | how,
         "meta": meta,
-        "unfinished": sum(grading.unfinished(text, thinking) for text in whole) / max(1, len(whole)),
+        "unfinished": sum(one.unfinished for one in outputs) / max(1, len(outputs)),
         "shared": decoding is not None,
         "out": out,
     }
