@@ -47,19 +47,15 @@ def read_texts(path: Path, field: str) -> tuple[tuple[str, str], ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task.texts={path}: {error}; a JSON Lines file, absolute or inside paths.data") from None
     found = []
+    names = FIELDS if field == "auto" else (field,)
     for number, line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"task.texts={path}, line {number}: {error}") from None
-        names = FIELDS if field == "auto" else (field,)
-        text = next((record[n] for n in names if isinstance(record, dict) and isinstance(record.get(n), str)), None)
-        if text is None:
+        where = f"task.texts={path}, line {number}"
+        record = jsonl.loads(line, where)
+        name = next((n for n in names if isinstance(record, dict) and isinstance(record.get(n), str)), None)
+        if name is None:
             has = ", ".join(record) if isinstance(record, dict) else "no object"
-            raise ValueError(
-                f"task.texts={path}, line {number}: none of {', '.join(names)} (has {has}); set task.field"
-            )
-        found.append((f"{path.stem}-{number}", text))
+            raise ValueError(f"{where}: none of {', '.join(names)} (has {has}); set task.field")
+        found.append((f"{path.stem}-{number}", jsonl.text(record, name, where)))
     return tuple(found)
 
 

@@ -58,6 +58,10 @@ class KVRetrieval(RowsTask):
             raise ValueError(f"{where}: ordered_kv_records does not hold its key and value")
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ValueError(f"{where}: ordered_kv_records must be a list of pairs")
+        jsonl.text(row, "key", where)
+        for number, (key, value) in enumerate(pairs, 1):
+            jsonl.answer(key, f"key of pair {number}", where)
+            jsonl.answer(value, f"value of pair {number}", where)
         if self.gold_index is not None and not 0 <= self.gold_index < len(pairs):
             raise ValueError(f"task.gold_index={self.gold_index}; {where} has places 0 to {len(pairs) - 1}")
         data = "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in self._pairs(row)) + "}"

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from kvcompress.common.prose import Encoder
-from kvcompress.data import hub
+from kvcompress.data import hub, jsonl
 from kvcompress.data.haystack import frame
 from kvcompress.data.row_task import Asked, RowsTask
 from kvcompress.data.task import Sample, Turn
@@ -96,8 +96,8 @@ class LongBenchV2(RowsTask):
     def ask(self, row: Mapping[str, Any], where: str) -> Asked:
         if row["answer"] not in tuple(CHOICES):
             raise ValueError(f"{where}: answer={row['answer']!r}; valid: {', '.join(CHOICES)}")
-        if not all(isinstance(row[field], str) for field in self.fields):
-            raise ValueError(f"{where}: every field must be text")
+        for field in self.fields:
+            jsonl.text(row, field, where)
         head, tail = templates()["cot" if self.cot else "direct"].split(DOCUMENT)
         tail = self._filled(tail, row)
         return Asked(head + row["context"].strip() + tail, tail, (row["answer"],))

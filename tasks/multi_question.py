@@ -191,7 +191,8 @@ class MultiQuestion(Task):
             questions = tuple(
                 _question(one, after, f"{where}, question {at}") for at, one in enumerate(asked[: self.n_questions], 1)
             )
-            yield Quiz(str(row.get("_id", row.get("id", number))), before + context, questions)
+            name = jsonl.identifier(row.get("_id", row.get("id")), number, where)
+            yield Quiz(name, before + context, questions)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the contexts are made of; every row is read, so that bad ones are refused before a model is loaded."""
@@ -210,6 +211,9 @@ class MultiQuestion(Task):
     def settings(self) -> dict[str, Any]:
         # where the data lies is no setting: what it holds is in the fingerprint
         return {name: value for name, value in super().settings().items() if name != "source"}
+
+    def stated_lengths(self) -> tuple[int, ...]:
+        return super().stated_lengths() if self.form == "needles" else ()
 
     # ------------------------------------------------------------------ samples and scores
 
@@ -281,5 +285,6 @@ def _question(one: Any, wording: str, where: str) -> Question:
     text, answers = one.get("question", one.get("input")), one.get("answers", one.get("answer"))
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}: question (or input) must be text, found {text!r:.60}")
+    jsonl.whole(text, "question (or input)", where)
     listed = jsonl.answers(answers if isinstance(answers, list) else [answers], "answers (or answer)", where)
     return Question(wording.replace("{question}", text), "", listed)

@@ -71,9 +71,7 @@ def f1(text: str, references: Sequence[str], tokenizer: Any) -> float:
     """The best F1 over the references of the normal forms' token ids; 1 where both are empty."""
     best = 0.0
     for reference in references:
-        got, wanted = (
-            plain_ids(tokenizer, normalise(one)) for one in (answer_of(text), reference)
-        )
+        got, wanted = (plain_ids(tokenizer, normalise(one)) for one in (answer_of(text), reference))
         best = max(best, token_f1(got, wanted) if got and wanted else float(got == wanted))
     return best
 

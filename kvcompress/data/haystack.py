@@ -85,6 +85,13 @@ def essays_folder(data: str | None) -> Path | None:
     return folder if folder is not None and any(folder.glob("*.txt")) else None
 
 
+def _essay(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+
+
 def load_haystack(kind: str, data: str | None = None, essays: str = "auto") -> Haystack:
     """The haystack `noise` or `essay`.
 
@@ -104,7 +111,7 @@ def load_haystack(kind: str, data: str | None = None, essays: str = "auto") -> H
     folder = None if essays == "builtin" else essays_folder(data)
     if folder is not None:
         # sorted: the order of a directory listing differs between file systems
-        text = " ".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt")))
+        text = " ".join(map(_essay, sorted(folder.glob("*.txt"))))
         sentences = split_sentences(text)
         return Haystack("essay:PaulGraham", sentences, [" "] * len(sentences), " ")
     if essays == "files":

@@ -11,7 +11,6 @@ A record is a JSON object with one of three sets of fields:
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -65,10 +64,7 @@ def _array(path: Path) -> list[tuple[str, Any]] | None:
         raise ValueError(f"cannot read {path}: {error}") from error
     if not text.lstrip().startswith("["):
         return None
-    try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({error})") from error
+    found = jsonl.loads(text, str(path))
     if not found:
         raise ValueError(f"{path} holds no record")
     return [(f"{path} record {number}", row) for number, row in enumerate(found, 1)]
@@ -86,8 +82,8 @@ def _asked(row: Any, where: str, number: int) -> Asked:
     passages = parted(jsonl.text(row, "context", where)) if kind == "context" else _texts(row[kind], kind, where)
     if not passages:
         raise ValueError(f"{where}: {kind} holds no passage")
-    name = row.get("id") or row.get("_id") or number
-    return Asked(str(name), passages, question, jsonl.answers(row["answers"], "answers", where))
+    name = jsonl.identifier(row.get("id") or row.get("_id"), number, where)
+    return Asked(name, passages, question, jsonl.answers(row["answers"], "answers", where))
 
 
 def parted(context: str) -> tuple[str, ...]:
@@ -110,7 +106,8 @@ def _texts(value: Any, field: str, where: str) -> tuple[str, ...]:
             raise ValueError(f"{where}: passage {number} must be a text, or an object with text and title")
         if not about["text"].strip():
             raise ValueError(f"{where}: passage {number} is empty: leave it out")
-        title = about.get("title") or ""
+        title = jsonl.whole(about.get("title") or "", f"{field} {number} title", where)
+        jsonl.whole(about["text"], f"{field} {number}", where)
         found.append(f"{title}{END}{about['text']}{END}")  # as the released code writes them, with or without a title
     return tuple(found)
 

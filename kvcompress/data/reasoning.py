@@ -40,28 +40,6 @@ class Problem:
     gold: str
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON Lines file.
-
-    Raises:
-        ValueError: names the file and line that is none.
-    """
-    found = []
-    try:
-        lines = jsonl.lines(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is no JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path} line {number} is a {type(row).__name__}, not an object")
-        found.append(row)
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class Reasoning(Task):
     """Problems answered by long outputs; the score is pass@1, the mean over samples of a problem.
@@ -125,37 +103,39 @@ class Reasoning(Task):
         Raises:
             ValueError: no data, or a row without question or answer.
         """
-        source, rows = self._rows()
         found = []
-        for number, row in enumerate(rows):
-            where = f"sample {number} of {source}"
+        for number, (where, row) in enumerate(self._rows()):
             question, gold = row.get("question") or row.get("problem"), self.expected(row, where)
             for field, value in (("question (or problem)", question), ("answer", gold)):
                 if not value:
                     raise ValueError(f"{where} has no {field}; its fields: {', '.join(row) or 'none'}")
-            if not isinstance(question, str):
-                raise ValueError(f"{where}: question (or problem) must be text, found {type(question).__name__}")
+            question = jsonl.whole(question, "question (or problem)", where)
             found.append(Problem(f"{self.name}-{number}", question, gold))
         if not found:
-            raise ValueError(f"{source} holds no sample")
+            raise ValueError(f"{hub.Source(*self.hub, self.revision)} on the Hub holds no sample")
         return found
 
-    def _rows(self) -> tuple[str, list[dict[str, Any]]]:
-        """Where the data came from, and its rows."""
+    def _rows(self) -> list[tuple[str, dict[str, Any]]]:
+        """All rows, each with where it stands, for errors."""
+
+        def of_file(path: Path) -> list[tuple[str, dict[str, Any]]]:
+            return [(f"{path} line {number}", row) for number, row in jsonl.numbered(path)]
+
         if self.path:
-            return self.path, rows_of(Path(self.path))
+            return of_file(Path(self.path))
         file = Path(self.data) / "reasoning" / self.file if self.data else None
         if file is not None and file.is_file():
-            return str(file), rows_of(file)
+            return of_file(file)
         source = hub.Source(*self.hub, self.revision)
         try:
-            return f"{source} on the Hub", list(hub.fetch(source).rows)
+            rows = hub.fetch(source).rows
         except Exception as error:  # whatever the Hub's client raises without a network
             looked = file or "paths.data (not set)"
             raise ValueError(
                 f"no data for {self.name}: looked for {looked}, then for {source} on the Hub ({type(error).__name__}: "
                 f"{error}). Set task.path to a JSON Lines file, or paths.data to the folder of data sets"
             ) from None
+        return [(f"{source} on the Hub, row {number}", row) for number, row in enumerate(rows, 1)]
 
     def provenance(self) -> dict[str, Any]:
         path = Path(self.path) if self.path else Path(self.data or "") / "reasoning" / self.file

@@ -105,14 +105,18 @@ class RowsTask(Task):
         return " or ".join(f"{name}.jsonl" for name in self.names())
 
     def rows(self) -> Sequence[dict[str, Any]]:
-        """All rows, in the order of the file.
+        """All rows, in the order of the file; raises as `located`."""
+        return [row for _, row in self.located()]
+
+    def located(self) -> Sequence[tuple[str, dict[str, Any]]]:
+        """All rows, each with where it stands, for errors.
 
         Raises:
             ValueError: a broken or incomplete file, or no data where it was looked for.
         """
         path = self.file()
         if path is not None:
-            return jsonl.read(path, self.fields)
+            return [(f"{path} line {number}", row) for number, row in jsonl.numbered(path, self.fields)]
         looked = f"{self.data}/{self.folder}" if self.data else "paths.data (not set)"
         text, cause = f"no data for {self.name}: looked for {self._wanted()} in {looked}", None
         source = self.hub()
@@ -122,8 +126,9 @@ class RowsTask(Task):
             except Exception as error:  # whatever the Hub's client raises without a network
                 text, cause = f"{text}, then for {source} on the Hub ({type(error).__name__}: {error})", error
             else:
-                rows = enumerate(map(self.from_hub, fetched))
-                return [jsonl.check(row, self.fields, f"{source} row {number + 1}") for number, row in rows]
+                places = [f"{source} row {number}" for number in range(1, len(fetched) + 1)]
+                rows = zip(places, map(self.from_hub, fetched), strict=True)
+                return [(where, jsonl.check(row, self.fields, where)) for where, row in rows]
         raise ValueError(f"{text}. Set paths.data or task.source") from cause
 
     def from_hub(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -132,10 +137,10 @@ class RowsTask(Task):
 
     def asked(self) -> Iterator[tuple[dict[str, Any], Asked]]:
         """Every row with its prompt."""
-        for number, row in enumerate(self.rows()):
-            where = f"{self.name} row {number + 1}"
+        for number, (where, row) in enumerate(self.located()):
             try:
                 asked = self.ask(row, where)
+                jsonl.identifier(row.get("_id"), number, where)
                 self.about(row)
             except (TypeError, AttributeError, LookupError) as error:  # fields of another type than is published
                 raise ValueError(f"{where}: not a row of this data set ({type(error).__name__}: {error})") from error

@@ -154,6 +154,10 @@ class Task(ABC):
         """The fields that make up this task, without seed and data folder."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("seed", "data")}
 
+    def stated_lengths(self) -> tuple[int, ...]:
+        """Tokens that prompts are made to have, for headings; empty where the data says how long they are."""
+        return tuple(getattr(self, "lengths", ()))
+
     def effort(self, sample: Sample) -> tuple[float, float]:
         """How often `run` prefills the sample's prompt and decodes its answer, rows of a batch counted: for estimates."""
         return 1.0, 1.0

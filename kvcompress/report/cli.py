@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from kvcompress.common.text import PlainConsole
 from kvcompress.report.command import from_hydra
 from kvcompress.report.curves import draw_all
 from kvcompress.report.decode import draw_speed
 from kvcompress.report.external_tables import markdown as markdown_others
 from kvcompress.report.external_tables import relevant, show
+from kvcompress.report.figure import figure_stem
 from kvcompress.report.frame import others
 from kvcompress.report.heatmap import draw
 from kvcompress.report.iso_bytes import draw_equal
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.csv = options.csv or options.all / "board.csv"
         options.png = options.png or options.all / "figures"
 
-    notes = Console(stderr=True)
+    notes = PlainConsole(stderr=True)
     found = gather(options.paths)
     foreign = others(options.published, options.foreign, found.damaged)
     beside = relevant(foreign, [entry.record for entry in found.entries])
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for entry in found.entries:
             pairs.setdefault((entry.sweep, str(entry.record.get("protocol.pair"))), []).append(entry)
         for (sweep, pair), entries in sorted(pairs.items()):
-            path = options.png / f"{sweep}-{entries[0].record['task'].replace('/', '-')}-{pair[:8]}.png"
+            path = options.png / f"{figure_stem(sweep, '', entries[0].record['task'], pair, '')}.png"
             if draw(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
             path = path.with_name(f"{path.stem}-speed.png")

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from kvcompress.common.text import for_figure
 from kvcompress.report.external import points
-from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.report.figure import figure_stem, head, plotting, quiet, save
 from kvcompress.report.run_index import Entry, by_model, several
 from kvcompress.report.series import (
     COLOURS,
@@ -86,13 +87,12 @@ def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = 
     written: list[Path] = []
     for sweep, model, groups in by_model(entries):
         usable = [group for group in groups if any(map(varied, series(group)))]
-        stem = f"{sweep}-{model.replace('/', '_')}"
         heading = f"{sweep}: {model}"
         panels = sorted((by_budget(group, others) for group in usable), key=lambda panel: (panel.log_y, panel.title))
         if panels := [panel for panel in panels if panel.drawable]:
-            written += save(_figure(panels, heading), folder / f"{stem}-budget")
+            written += save(_figure(panels, heading), folder / figure_stem(sweep, model, "", None, "budget"))
         for group in usable:
-            name = f"{stem}-{group[0]['task'].replace('/', '-')}-{str(group[0].get('protocol.pair'))[:8]}"
+            name = figure_stem(sweep, model, group[0]["task"], str(group[0].get("protocol.pair")), "")
             if panels := [panel for panel in by_bytes(group) if panel.drawable]:
                 written += save(_figure(panels, heading), folder / f"{name}-bytes")
             if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):
@@ -180,10 +180,10 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
             drawn = {one.name: one for one in panel.lines}
             wanted = [(one.name, drawn.get(one.name)) for one in members]
             _paint(axes, panel, wanted, bounds, height)
-            axes.set_title(name, fontsize=SIZE + 1, loc="left")
+            axes.set_title(for_figure(name), fontsize=SIZE + 1, loc="left")
             if line == 0:
-                axes.set_title(f"{panel.title}\n\n{name}", fontsize=SIZE + 1, loc="left")
-            axes.set_ylabel(panel.y_label, fontsize=SIZE)
+                axes.set_title(f"{for_figure(panel.title)}\n\n{for_figure(name)}", fontsize=SIZE + 1, loc="left")
+            axes.set_ylabel(for_figure(panel.y_label), fontsize=SIZE)
             if line == len(families) - 1:
                 axes.set_xlabel(panel.x_label, fontsize=SIZE)
     head(figure, title)
@@ -240,7 +240,9 @@ def _paint(
         [x for x, _, _ in panel.others], [y for _, y, _ in panel.others], color=OTHERS, marker="x", ms=4, lw=0, zorder=2
     )
     for x, y, row in panel.others if len(panel.others) <= NAMED else ():
-        axes.annotate(str(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS)
+        axes.annotate(
+            for_figure(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS
+        )
     label_ends(axes, ends, height, panel.log_y)
     quiet(axes, SIZE, "y")
 
@@ -288,7 +290,7 @@ def label_ends(axes: Any, ends: Sequence[End], height: float, tied: bool) -> Non
     for end, place in zip(ends, spread(wanted, gap, 0.0, 1.0), strict=True):
         line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "alpha": 0.6, "shrinkA": 4, "shrinkB": 2}
         axes.annotate(
-            end.name,
+            for_figure(end.name),
             (end.x, end.y),
             xytext=(1.06, place),
             textcoords="axes fraction",
@@ -334,7 +336,7 @@ def _by_position(group: Sequence[Record], title: str) -> Any:
                 handles[record["budget"]] = axes.plot(
                     record["metrics.curve_position"], points, color=shades[record["budget"]], lw=1.3
                 )[0]
-        axes.set_title(one.name, fontsize=SIZE + 1, loc="left")
+        axes.set_title(for_figure(one.name), fontsize=SIZE + 1, loc="left")
         axes.set_yscale("log")
         quiet(axes, SIZE, "y")
     labels = [f"{b:g}" if isinstance(b, float) else f"{b} tok" for b in budgets if b in handles]

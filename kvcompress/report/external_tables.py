@@ -8,8 +8,8 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from kvcompress.common.text import cell, for_markdown
 from kvcompress.report.external import belongs
 from kvcompress.report.table import MISSING
 
@@ -69,7 +69,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
     for name, _ in COLUMNS:
         table.add_column(name, justify="right" if name in ("budget", "score", "n") else "left", overflow="fold")
     for row in order(rows):
-        table.add_row(*(Text(value(row), style="dim") for _, value in COLUMNS))
+        table.add_row(*(cell(value(row), "dim") for _, value in COLUMNS))
     console.print(table)
 
 
@@ -82,6 +82,6 @@ def markdown(rows: Sequence[Row]) -> str:
         "|" + "|".join(" ---: " if name in ("budget", "score", "n") else " :--- " for name, _ in COLUMNS) + "|"
     )
     for row in order(rows):
-        cells = (" ".join(value(row).split()).replace("|", "\\|") for _, value in COLUMNS)
+        cells = (for_markdown(value(row)) for _, value in COLUMNS)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])

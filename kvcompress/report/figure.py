@@ -6,6 +6,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from kvcompress.common.text import for_figure, for_filename
+
 KINDS = ("png", "svg")
 
 
@@ -31,6 +33,12 @@ def save(figure: Any, stem: Path) -> list[Path]:
     return paths
 
 
+def figure_stem(sweep: str, model: str, task: str, pair: Any, kind: str) -> str:
+    """The name of a figure without its ending, from what it is of and what it shows; what is empty is left out."""
+    parts = [sweep, model.replace("/", "_"), task.replace("/", "-"), "" if pair is None else str(pair)[:8], kind]
+    return "-".join(for_filename(part) for part in parts if part)
+
+
 def broken(text: str, inches: float, size: float) -> str:
     """`text` with line breaks between words, so that no line is wider than so many inches at a font size."""
     return "\n".join(wrap(text, max(20, int(inches * 72 / (0.6 * size))), break_long_words=False))
@@ -39,7 +47,7 @@ def broken(text: str, inches: float, size: float) -> str:
 def head(figure: Any, text: str, size: float = 11, **place: Any) -> None:
     """A title above all panels, in as many lines as the figure's width needs; at the left unless placed."""
     place = place or {"x": 0.01, "ha": "left"}
-    figure.suptitle(broken(text, 0.97 * figure.get_figwidth(), size), fontsize=size, **place)
+    figure.suptitle(broken(for_figure(text), 0.97 * figure.get_figwidth(), size), fontsize=size, **place)
 
 
 def quiet(axes: Any, size: float, grid: str = "both") -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvcompress.common.text import for_figure
 from kvcompress.report.figure import broken, head, plotting, save
 from kvcompress.report.run_index import Entry, budget_of, label, named, ordered
 
@@ -82,7 +83,7 @@ def _methods(plt: Any, runs: Sequence[tuple[Any, Any]], length: int, depths: Seq
         block = end - start
         # a long name over a single column would run into its neighbours
         turn = {"rotation": 30, "ha": "left"} if len(names[start]) > 9 * block else {"ha": "center"}
-        axes.text((start + end - 1) / 2, -0.62, names[start], va="bottom", fontsize=9, **turn)
+        axes.text((start + end - 1) / 2, -0.62, for_figure(names[start]), va="bottom", fontsize=9, **turn)
         if start:
             axes.axvline(start - 0.5, color="black", linewidth=1.5)
     axes.set_ylabel("depth of the needle")
@@ -110,7 +111,7 @@ def _grids(plt: Any, runs: Sequence[tuple[Any, Any]], lengths: Sequence[int], de
             record, cells = group[column]
             table = [[cells.get((length, depth), math.nan) for length in lengths] for depth in depths]
             image = _paint(panel, table, [f"{length:,}" for length in lengths], depths)
-            panel.set_title(broken(f"{label(record)} · mean {record['score']:.2f}", wide, 9), fontsize=9)
+            panel.set_title(broken(f"{for_figure(label(record))} · mean {record['score']:.2f}", wide, 9), fontsize=9)
             panel.tick_params(labelsize=8)
             if column == 0:
                 panel.set_ylabel("depth")

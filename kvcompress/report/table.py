@@ -11,8 +11,8 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from kvcompress.common.text import PlainConsole, cell, for_csv, for_markdown
 from kvcompress.report.run_index import flags, named, ordered, several
 
 Record = dict[str, Any]
@@ -149,8 +149,8 @@ def on_board(record: Record) -> bool:
 
 def terminal() -> Console:
     """A console for tables: a pipe or a file has no width of its own, so nothing is cut for its sake."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 110))
+    console = PlainConsole()
+    return console if console.is_terminal else PlainConsole(width=max(console.width, 110))
 
 
 def leaderboard(records: Iterable[Record], console: Console) -> None:
@@ -187,7 +187,7 @@ def _print(group: Sequence[Record], console: Console) -> None:
     hidden = {"n"} if "n=" in head else set()  # 80 columns hold the numbers only if nothing is said twice
     if not any(flags(record) for record in group):
         hidden.add("notes")
-    table = Table(title=head, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=cell(head, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.collapse_padding = True
     if all(record.get("time.tpot_s") is None and record.get("time.ttft_s") is None for record in group):
         hidden |= {"TTFT", "TPOT"}  # a task that times nothing
@@ -204,7 +204,7 @@ def _print(group: Sequence[Record], console: Console) -> None:
         for name, show in shown:
             value = show(record) if counts_in or name in ("method", "budget", "n", "notes") else MISSING
             strong = name == "score" and counts_in and len(scores) > 1 and record.get("score") == best
-            cells.append(Text(value, style="bold" if strong else "" if counts_in else "dim"))
+            cells.append(cell(value, "bold" if strong else "" if counts_in else "dim"))
         table.add_row(*cells)
     console.print(table)
 
@@ -215,7 +215,7 @@ def markdown(groups: Iterable[Sequence[Record]]) -> str:
     every: list[Record] = []
     for group in groups:
         every += group
-        lines += [f"### {title(group[0])}", ""]
+        lines += [f"### {for_markdown(title(group[0]))}", ""]
         shown = columns(group)
         lines.append("| " + " | ".join(name for name, _ in shown) + " |")
         lines.append("|" + "|".join(" :--- " if name in ("method", "notes") else " ---: " for name, _ in shown) + "|")
@@ -224,7 +224,7 @@ def markdown(groups: Iterable[Sequence[Record]]) -> str:
                 show(record) if on_board(record) or name in ("method", "budget", "n", "notes") else MISSING
                 for name, show in shown
             ]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            lines.append("| " + " | ".join(map(for_markdown, cells)) + " |")
         lines.append("")
     return "\n".join([*lines, legend(every), ""]) if lines else ""
 
@@ -254,10 +254,10 @@ def to_csv(records: Iterable[Record]) -> str:
     first += ["delta_full", "delta_stderr", "kv.ratio"]
     keys = list(dict.fromkeys([*first, *sorted({key for record in records for key in record})]))
     out = io.StringIO()
-    writer = csv.DictWriter(out, keys, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(for_csv, keys))
     for record in records:
         if record.get("error"):
             record["error"] = str(record["error"]).strip().splitlines()[-1]
-        writer.writerow(record)
+        writer.writerow(for_csv(record.get(key, "")) for key in keys)
     return out.getvalue()

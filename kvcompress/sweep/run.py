@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kvcompress import tracking
 from kvcompress.common.memory import is_oom, release
+from kvcompress.common.text import PlainConsole
 from kvcompress.method.budget import NotTogether
 from kvcompress.models import loading
 from kvcompress.sweep import record
@@ -33,7 +34,7 @@ class Runner:
     """Runs cells and keeps the loaded model for the next ones that want the same."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or PlainConsole(stderr=True)
         self.outcomes: list[Outcome] = []
         self._seen: set[tuple[str, str]] = set()
         self._loggers: dict[Path, Any] = {}  # of each sweep's folder
@@ -238,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvcompress.sweep.launcher.status import show
 
     arguments = expand_suites(sys.argv[1:] if arguments is None else arguments, folder())
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     asked = [argument.partition("=")[2] for argument in arguments if argument.startswith("status=")]
     if asked:
         return max(show(Path(sweep), console) for sweep in asked)

@@ -292,7 +292,7 @@ class Cell:
             "protocol.chunking": parts["prefill"],
             "protocol.shared": shared,
             "protocol.task_version": self.task.version,
-            "protocol.lengths": ", ".join(map(str, getattr(self.task, "lengths", ()))) or None,
+            "protocol.lengths": ", ".join(map(str, self.task.stated_lengths())) or None,
             "protocol.pair": pair_id(self.identity),
             **{f"protocol.{name}": value for name, value in self.task.provenance().items()},
             "sanity.gold": self.sanity.gold,
