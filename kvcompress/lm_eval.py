@@ -1,4 +1,4 @@
-"""lm-eval on a compressed model: a model class for its `simple_evaluate`, and how it turns text into token ids.
+"""lm-eval's model class for compressed models, for its `simple_evaluate`.
 
     import lm_eval
     from kvcompress.lm_eval import CompressedLM

@@ -1,4 +1,4 @@
-"""Fidelity: how far does a compressed model's next-token distribution drift from the full model's?
+"""Fidelity: divergence of a compressed model's next-token distribution from the full model's.
 
 A prompt is prefilled and compressed; then tokens that are known are fed one after another, and at each of them the
 compressed model's distribution is compared with the one the full model had there: KL(full || compressed) in nats, top-1
@@ -26,8 +26,8 @@ import torch
 from kvcompress.common.prose import Encoder, prose_ids
 from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import jsonl, prompts
-from kvcompress.data.divergence import along, answered
-from kvcompress.data.haystack import frame
+from kvcompress.data.divergence import reference_answer, teacher_forced_divergence
+from kvcompress.data.haystack import prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.hook.generation import pick
 
@@ -125,7 +125,7 @@ class Fidelity(Task):
         """As many texts as asked for, cut to length."""
         encode, made = Encoder(tokenizer), 0
         forced = self.continuation_tokens if self.source == "text" else 0
-        wrap = frame(tokenizer, encode, "", self.instruction, "", self.template)
+        wrap = prompt_template(tokenizer, encode, "", self.instruction, "", self.template)
         room = self.prompt_tokens - len(wrap.head) - len(wrap.tail)
         if room < 1:
             raise ValueError(f"task.prompt_tokens={self.prompt_tokens}: template and instruction alone need more")
@@ -177,14 +177,14 @@ class Fidelity(Task):
             return {"logits": torch.cat(found), "tokens": forced[0].cpu()}
         generator = torch.Generator(device=device).manual_seed(self.seed) if self.temperature > 0 else None
         choose = partial(pick, temperature=self.temperature, top_p=self.top_p, top_k=0, generator=generator)
-        return answered(session, prefilled.logits, turn, choose)
+        return reference_answer(session, prefilled.logits, turn, choose)
 
     @torch.no_grad()
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Prefill, then feed the reference's tokens and compare at each.
 
         Returns:
-            beside what any task returns (without times of decoding): `positions`, the lists of `compare`; `held`,
+            beside what any task returns (without times of decoding): `positions`, the lists of `token_divergence`; `held`,
             bytes after the prompt and after each forward of the decode. `tokens` are the compressed model's own top 1.
         """
         reference = sample.reference
@@ -195,7 +195,7 @@ class Fidelity(Task):
         held = [compressed["kv"]["bytes_held"]]
         positions: dict[str, list[float]] = {}
         top: list[int] = []
-        for ours, found in along(session, reference):
+        for ours, found in teacher_forced_divergence(session, reference):
             for name, values in found.items():
                 positions.setdefault(name, []).extend(values)
             if top:

@@ -1,4 +1,4 @@
-"""Several questions on one context that is compressed once, before any of them is known.
+"""Multi-question contexts: several questions on one context that is compressed before any of them is known.
 
 The protocol of SCBench (Li et al., ICLR 2025, arXiv 2412.10319; microsoft/MInference, scbench), there "multi-request"
 (`turns=independent`) and "multi-turn" (`turns=gold`; its scripts put right answers in place of the model's own, unless
@@ -20,7 +20,7 @@ from kvcompress import metrics
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
 from kvcompress.data import jsonl, prompts
-from kvcompress.data.haystack import ADJECTIVES, NOUNS, fill, follow_up, frame, load_haystack
+from kvcompress.data.haystack import ADJECTIVES, NOUNS, build_haystack, follow_up, load_haystack, prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.tasks import kv_retrieval, needle
 
@@ -169,7 +169,7 @@ class MultiQuestion(Task):
 
     def _of_pairs(self) -> Iterator[Quiz]:
         task = self._pairs()
-        for number, (row, asked) in enumerate(task.asked()):
+        for number, (row, asked) in enumerate(task.row_prompts()):
             pairs = [tuple(pair) for pair in row["ordered_kv_records"]]
             others = [pair for pair in pairs if pair[0] != row["key"]]
             if self.n_questions > len(others) + 1:
@@ -222,7 +222,9 @@ class MultiQuestion(Task):
         new = self.max_new_tokens or FORMS[self.form][1]
         for quiz in self.quizzes():
             encode = Encoder(tokenizer)  # it remembers what it encodes: no longer than a context is in use
-            frames = [frame(tokenizer, encode, quiz.text, q.text, q.prefix, self.template) for q in quiz.questions]
+            frames = [
+                prompt_template(tokenizer, encode, quiz.text, q.text, q.prefix, self.template) for q in quiz.questions
+            ]
             context, cut = frames[0].head, 0
             meta: dict[str, Any] = {}
             if hay is not None and quiz.length is not None:
@@ -230,7 +232,9 @@ class MultiQuestion(Task):
                 start = rng.randrange(len(hay.sentences)) if self.haystack == "essay" else 0
                 room = quiz.length - len(context) - max(len(one.tail) for one in frames)
                 try:
-                    filled = fill(encode, hay, quiz.needles, [rng.random() for _ in quiz.needles], room, start)
+                    filled = build_haystack(
+                        encode, hay, quiz.needles, [rng.random() for _ in quiz.needles], room, start
+                    )
                 except ValueError as error:
                     raise ValueError(f"task.lengths: {quiz.length} tokens are too few ({error})") from None
                 context = (*context, *filled.ids)

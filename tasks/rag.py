@@ -1,4 +1,4 @@
-"""Questions on retrieved passages: answers, divergence and time to first token of prefills that reuse chunks.
+"""Retrieval-augmented questions: answers, divergence and time to first token of prefills that reuse chunks.
 
 A prompt is a prefix, passages in an order of its own, and the question, each tokenised by itself, so that a passage has
 the same ids wherever it stands. Each is prefilled three ways, one after the other in rotating order: whole, with exact
@@ -26,8 +26,8 @@ from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
 from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import passages, prompts, thinking
-from kvcompress.data.divergence import along, answered
-from kvcompress.data.haystack import frame
+from kvcompress.data.divergence import reference_answer, teacher_forced_divergence
+from kvcompress.data.haystack import prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.measure.measuring import PeakMemory, quartiles, synchronize
 from kvcompress.method.parts import OneShot, Prefill
@@ -161,7 +161,7 @@ class Rag(Task):
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         encode = Encoder(tokenizer)
         for number, record in enumerate(passages.read(self.file())):
-            wrap = frame(tokenizer, encode, PREFIX, asked(record.question), "", self.template)
+            wrap = prompt_template(tokenizer, encode, PREFIX, asked(record.question), "", self.template)
             room = None if self.max_tokens is None else self.max_tokens - len(wrap.head) - len(wrap.tail)
             shuffle = f"rag:{self.seed}:{number}" if self.shuffle else None
             fitted = passages.fit(record, encode, room, self.fit, self.n_passages, shuffle)
@@ -198,7 +198,7 @@ class Rag(Task):
     def reference(self, session: Any, sample: Sample) -> dict[str, torch.Tensor]:
         """The full model's greedy answer, its end token included, and the logits `[n, V]` that predicted each token."""
         logits = session.prefill(_tensors(session, sample)).logits
-        return answered(session, logits, sample.turns[0], partial(torch.argmax, dim=-1))
+        return reference_answer(session, logits, sample.turns[0], partial(torch.argmax, dim=-1))
 
     @torch.no_grad()
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class Rag(Task):
         Returns:
             beside what any task returns: `seconds` (per way a list, one per round) and `precompute_s` of chunks that
             were not in the store, outside of them; `reuse` and `prefix_reuse`, what was computed and what reused;
-            `positions`, the lists of `compare` along the full model's answer; `f1`, and `f1_full` of that answer.
+            `positions`, the lists of `token_divergence` along the full model's answer; `f1`, and `f1_full` of that answer.
         """
         if sample.reference is None:
             raise ValueError("rag compares with a reference: run it through the runner, or set sample.reference")
@@ -335,7 +335,7 @@ def _timed(session: Any, segments: Sequence[torch.Tensor], how: Prefill | None) 
 def _followed(session: Any, reference: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     """How far the logits along the full model's answer lie from its own."""
     positions: dict[str, list[float]] = {}
-    for _, found in along(session, reference):
+    for _, found in teacher_forced_divergence(session, reference):
         for name, values in found.items():
             positions.setdefault(name, []).extend(values)
     return positions

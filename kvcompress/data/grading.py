@@ -1,4 +1,4 @@
-"""From a solution's text to its final answer, and whether that equals the expected one.
+"""Grading of mathematical answers: extract the final answer of a solution and compare it with the expected one.
 
 What is said explicitly counts, in this order: the last `\\boxed{…}` (braces matched), a `#### …` line, "the answer is …"
 or "Final answer: …", a line "A: …". Only of an output that came to its end may the last line stand in for these: what

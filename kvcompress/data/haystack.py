@@ -1,4 +1,4 @@
-"""Haystacks: sentences to hide something in, and prompts assembled in token space.
+"""Haystacks for needle tests, and prompts assembled from token ids.
 
 Everything is joined as token ids: pieces are encoded once, without special tokens, and never decoded and encoded again,
 so an inserted needle stays verbatim, its offset is exact, and no beginning-of-sequence token slips in between.
@@ -122,15 +122,17 @@ def load_haystack(kind: str, data: str | None = None, essays: str = "auto") -> H
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What stands around a context, as token ids: `head` before it, `tail` after it (the question and what follows)."""
+class PromptTemplate:
+    """A prompt around a context, as token ids: `head` before it, `tail` after it (the question and what follows)."""
 
     head: tuple[int, ...]
     tail: tuple[int, ...]
     template: str  # "chat" or "none", as resolved
 
 
-def frame(tokenizer: Any, encode: Encoder, head: str, question: str, answer: str, template: str) -> Frame:
+def prompt_template(
+    tokenizer: Any, encode: Encoder, head: str, question: str, answer: str, template: str
+) -> PromptTemplate:
     """Wrap a context in a prompt, with the beginning-of-sequence tokens the tokenizer's convention intends.
 
     With a chat template the template alone decides about special tokens, as transformers' own `apply_chat_template`
@@ -144,14 +146,14 @@ def frame(tokenizer: Any, encode: Encoder, head: str, question: str, answer: str
         ValueError: template="chat" and the tokenizer has none, or an unknown value.
     """
     if resolve_template(tokenizer, template) == "none":
-        return Frame(tuple(begun(tokenizer, encode(head))), encode(question + answer), "none")
+        return PromptTemplate(tuple(begun(tokenizer, encode(head))), encode(question + answer), "none")
     mark = "\x1econtext\x1e"
     chat = [{"role": "user", "content": f"{head}{mark}{question}"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     before, found, after = text.partition(mark)
     if not found:
         raise ValueError("the chat template drops the user's message; use template=none")
-    return Frame(encode(before), encode(start_answer(tokenizer, after, answer.lstrip())), "chat")
+    return PromptTemplate(encode(before), encode(start_answer(tokenizer, after, answer.lstrip())), "chat")
 
 
 def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, template: str) -> tuple[int, ...]:
@@ -159,10 +161,10 @@ def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, templ
 
     Args:
         question: text of the user's message; answer: start of the answer that the model continues.
-        template: as `frame` takes it. Without a chat template nothing closes an answer but what the question begins with.
+        template: as `prompt_template` takes it. Without a chat template nothing closes an answer but what the question begins with.
 
     Raises:
-        ValueError: as `frame`, or the chat template drops an answer of the assistant.
+        ValueError: as `prompt_template`, or the chat template drops an answer of the assistant.
     """
     if resolve_template(tokenizer, template) == "none":
         return encode(question + answer)
@@ -178,7 +180,7 @@ def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, templ
 
 
 @dataclass(frozen=True)
-class Filled:
+class NeedlePrompt:
     """A context with needles in it.
 
     Attributes:
@@ -194,13 +196,18 @@ class Filled:
     hay: int
 
 
-def fill(
-    encode: Encoder, haystack: Haystack, needles: Sequence[str], depths: Sequence[float], room: int, start: int = 0
-) -> Filled:
-    """A context of at most `room` tokens with each needle at the sentence boundary nearest to its depth.
+def build_haystack(
+    encode: Encoder,
+    haystack: Haystack,
+    needles: Sequence[str],
+    depths: Sequence[float],
+    max_tokens: int,
+    start: int = 0,
+) -> NeedlePrompt:
+    """A context of at most `max_tokens` tokens with each needle at the sentence boundary nearest to its depth.
 
     Hay is laid sentence by sentence from sentence `start` on. Whole sentences are used; only where they would leave
-    more than 2% of the room empty is the last one cut, in token space. Between a needle and its neighbours stands
+    more than 2% of them empty is the last one cut, in token space. Between a needle and its neighbours stands
     the haystack's needle separator.
 
     Raises:
@@ -214,9 +221,9 @@ def fill(
     around = haystack.needle_separator
     slack = len(encode(around)) + 1  # the hay after a needle may take one token more than after its usual separator
     cost = sum(len(joined(around, needle)) + slack for needle in needles)
-    hay_room = room - cost
+    hay_room = max_tokens - cost
     if hay_room < 1:
-        raise ValueError(f"no room: {room} tokens are left for the context and the needles alone need {cost}")
+        raise ValueError(f"no room: {max_tokens} tokens are left for the context and the needles alone need {cost}")
     count = len(haystack.sentences)
     hay: list[tuple[str, str]] = []  # separator before, sentence
     ends = [0]
@@ -225,7 +232,7 @@ def fill(
         separator = haystack.separators[index - 1] if hay else ""  # sentence 0 follows the last: it goes around
         length = len(joined(separator, haystack.sentences[index]))
         free = hay_room - ends[-1]
-        if length > free and hay and free <= 0.02 * room:
+        if length > free and hay and free <= 0.02 * max_tokens:
             break
         hay.append((separator, haystack.sentences[index]))
         ends.append(ends[-1] + min(length, free))
@@ -252,4 +259,4 @@ def fill(
             piece = joined(around if before_is_needle else separator, sentence)
             ids += piece if at < len(hay) - 1 else piece[:last_length]
             before_is_needle = False
-    return Filled(ids, offsets, [boundaries[at] / ends[-1] for at in places], ends[-1])
+    return NeedlePrompt(ids, offsets, [boundaries[at] / ends[-1] for at in places], ends[-1])

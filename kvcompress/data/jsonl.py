@@ -1,4 +1,4 @@
-"""Rows of JSON Lines files and their fields, checked where they are read: errors name file, line and field."""
+"""JSON Lines: rows and their fields, checked when they are read. Errors name file, line and field."""
 
 from __future__ import annotations
 

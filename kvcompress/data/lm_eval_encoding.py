@@ -1,4 +1,4 @@
-"""Text to token ids as lm-eval does it, without a model. Needs the extra `eval`."""
+"""Tokenisation of lm-eval's requests, as its HFLM does it, without a model. Needs the extra `eval`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model, answered through a compressed cache.
+"""lm-eval's requests (log-likelihoods and completions) on a compressed cache.
 
 How likely a continuation is, is found in two phases: the context is a prompt, which is compressed when it ends; then
 the continuation is fed token by token as if it had been decoded, through what is left of the cache. The last tokens of

@@ -1,4 +1,4 @@
-"""Questions on several passages: read from published files, fitted into a prompt, shuffled, as segments of token ids.
+"""Multi-document questions: passages read from published files, fitted into a prompt and shuffled, as token ids.
 
 A record is a JSON object with one of three sets of fields:
 
@@ -34,7 +34,7 @@ _NUMBERED = re.compile(r"^Passage \d+:[ \t]*\n?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Asked:
+class MultiDocQuestion:
     """A question, the passages it is asked of (as they stand in a prompt) and its answers."""
 
     id: str
@@ -44,7 +44,7 @@ class Asked:
 
 
 @lru_cache(maxsize=8)
-def read(path: Path) -> tuple[Asked, ...]:
+def read(path: Path) -> tuple[MultiDocQuestion, ...]:
     """All records of a file.
 
     Raises:
@@ -53,7 +53,7 @@ def read(path: Path) -> tuple[Asked, ...]:
     rows = _array(path) if path.suffix == ".json" else None
     if rows is None:
         rows = [(f"{path} line {number}", row) for number, row in jsonl.numbered(path)]
-    return tuple(_asked(row, where, number) for number, (where, row) in enumerate(rows))
+    return tuple(_question(row, where, number) for number, (where, row) in enumerate(rows))
 
 
 def _array(path: Path) -> list[tuple[str, Any]] | None:
@@ -70,7 +70,7 @@ def _array(path: Path) -> list[tuple[str, Any]] | None:
     return [(f"{path} record {number}", row) for number, row in enumerate(found, 1)]
 
 
-def _asked(row: Any, where: str, number: int) -> Asked:
+def _question(row: Any, where: str, number: int) -> MultiDocQuestion:
     kind = next((kind for kind in KINDS if isinstance(row, Mapping) and kind in row), None)
     if kind is None:
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
@@ -83,7 +83,7 @@ def _asked(row: Any, where: str, number: int) -> Asked:
     if not passages:
         raise ValueError(f"{where}: {kind} holds no passage")
     name = jsonl.identifier(row.get("id") or row.get("_id"), number, where)
-    return Asked(name, passages, question, jsonl.answers(row["answers"], "answers", where))
+    return MultiDocQuestion(name, passages, question, jsonl.answers(row["answers"], "answers", where))
 
 
 def parted(context: str) -> tuple[str, ...]:
@@ -128,7 +128,9 @@ class Fitted:
     cut: int
 
 
-def fit(asked: Asked, encode: Encoder, room: int | None, how: str, most: int | None, shuffle: str | None) -> Fitted:
+def fit(
+    asked: MultiDocQuestion, encode: Encoder, room: int | None, how: str, most: int | None, shuffle: str | None
+) -> Fitted:
     """Choose, cut and order the passages of a record.
 
     Args:

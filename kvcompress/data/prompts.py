@@ -1,4 +1,4 @@
-"""Prompts of published benchmarks as token ids: cut in the middle, wrapped in a chat template, parted at the question."""
+"""Prompts of published benchmarks as token ids: middle truncation, chat template, border of context and question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions of SQuAD and HotpotQA files with the documents that answer them, as RULER's qa tasks read them."""
+"""SQuAD and HotpotQA files: questions with the documents that answer them, as RULER's qa tasks read them."""
 
 from __future__ import annotations
 

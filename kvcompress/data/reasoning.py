@@ -1,4 +1,4 @@
-"""What the reasoning tasks share: problems from JSON Lines or the Hub, long generations, pass@1.
+"""Base class of the reasoning tasks: problems from JSON Lines or the Hub, long generations, pass@1.
 
 The prompt is that of R-KV's evaluation (Zefan-Cai/R-KV d15c976, run_math.py). Its readme samples 64 answers at
 temperature 0.6 and top-p 0.95; its script decodes one greedily. Both are settings here, and which was used is in the
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
 from kvcompress.data import grading, hub, jsonl, prompts, thinking
-from kvcompress.data.haystack import frame
+from kvcompress.data.haystack import prompt_template
 from kvcompress.data.task import Sample, Task, Turn, merged, prefill
 from kvcompress.measure.measuring import PeakMemory
 
@@ -156,7 +156,7 @@ class Reasoning(Task):
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         encode = Encoder(tokenizer)
         for problem in self.problems():
-            wrap = frame(tokenizer, encode, PROMPT.format(question=problem.question), "", "", self.template)
+            wrap = prompt_template(tokenizer, encode, PROMPT.format(question=problem.question), "", "", self.template)
             prompt = (*wrap.head, *wrap.tail)
             text = tokenizer.decode(prompt, skip_special_tokens=False)
             yield Sample(

@@ -1,4 +1,4 @@
-"""What a task is: samples as token ids, a way to run one sample in a session, and a score between 0 and 1.
+"""Base class of a task: samples as token ids, `run` for one sample in a session, `score` between 0 and 1.
 
 A task imports neither methods nor transformers; it talks to the session (`prefill`, `append`, `generate`, `report`) and
 to the tokenizer it is handed. What it returns are plain values that go into a record as they are.

@@ -1,4 +1,4 @@
-"""Thinking parts of outputs: where they open and close, and what of an output is the answer.
+"""Thinking parts of outputs: their marks as text or special tokens, and the answer behind them.
 
 A tokenizer may hold a mark (`<think>`) as one special token, as one ordinary token, or as several. Special tokens are
 left out of decoded text as a rule, and with them the end of a thought: `decode` keeps the marks, so that an output is

@@ -1,4 +1,4 @@
-"""How one answer is scored against its references: the rules of the published benchmarks, 0 to 1.
+"""Answer metrics of published benchmarks: one answer against its references, 0 to 1.
 
 Sources: LongBench (THUDM/LongBench 2e00731, LongBench/metrics.py and eval.py) and RULER (NVIDIA/RULER c3f5e3b,
 scripts/eval/synthetic/constants.py). Checked against scores that were published with their predictions.

@@ -1,4 +1,4 @@
-"""Figures of records over budgets: score and divergence by bytes held, and divergence by position."""
+"""Figures over budgets: score and divergence by bytes held, and divergence by position."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from kvcompress.common.text import for_figure
-from kvcompress.report.external import points
-from kvcompress.report.figure import figure_stem, head, plotting, quiet, save
+from kvcompress.report.external import external_points
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, by_model, several
 from kvcompress.report.series import (
     COLOURS,
@@ -20,8 +20,8 @@ from kvcompress.report.series import (
     MARKERS,
     Record,
     Series,
+    by_family,
     is_plain,
-    rows,
     series,
     spread,
     unlimited,
@@ -77,7 +77,7 @@ class End(NamedTuple):
     mean: float
 
 
-def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = ()) -> list[Path]:
+def draw_curves(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = ()) -> list[Path]:
     """Every figure the records allow, as PNG and SVG in `folder`.
 
     Per sweep and model, where some method has two budgets or more: score and divergence by budget; per setting, the
@@ -140,7 +140,7 @@ def by_budget(group: list[Record], others: Sequence[Record] = ()) -> Panel:
         "bytes held after compression, measured, share of the full cache\n"
         "(a thin line leads there from a nominal budget that differs)"
     )
-    beside = [] if divergence(group) else points(group, others)
+    beside = [] if divergence(group) else external_points(group, others)
     if beside:
         label += "\n(grey ×: numbers of others, at the share they asked for)"
     return Panel(about(group), group, x=partial(get, "kv.ratio"), x_label=label, others=beside, **y_axis(group))
@@ -169,7 +169,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
 
     names = {one.name: one for panel in panels for one in panel.lines}
     lines = sorted(names.values(), key=lambda one: (one.family, one.name))
-    families = rows(lines)
+    families = by_family(lines)
     height = 2.7
     size = (5.9 * len(panels), height * len(families) + 0.7)
     figure, grid = plt.subplots(len(families), len(panels), figsize=size, layout="constrained", squeeze=False)
@@ -186,7 +186,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
             axes.set_ylabel(for_figure(panel.y_label), fontsize=SIZE)
             if line == len(families) - 1:
                 axes.set_xlabel(panel.x_label, fontsize=SIZE)
-    head(figure, title)
+    suptitle(figure, title)
     return figure
 
 
@@ -244,7 +244,7 @@ def _paint(
             for_figure(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS
         )
     label_ends(axes, ends, height, panel.log_y)
-    quiet(axes, SIZE, "y")
+    light_axes(axes, SIZE, "y")
 
 
 def _nominal(record: Record) -> bool:
@@ -338,11 +338,11 @@ def _by_position(group: Sequence[Record], title: str) -> Any:
                 )[0]
         axes.set_title(for_figure(one.name), fontsize=SIZE + 1, loc="left")
         axes.set_yscale("log")
-        quiet(axes, SIZE, "y")
+        light_axes(axes, SIZE, "y")
     labels = [f"{b:g}" if isinstance(b, float) else f"{b} tok" for b in budgets if b in handles]
     figure.legend([handles[b] for b in budgets if b in handles], labels, title="budget", fontsize=SIZE,
                   title_fontsize=SIZE, loc="outside right center", frameon=False)  # fmt: skip
     figure.supxlabel("token after the prompt", fontsize=SIZE + 1)
     figure.supylabel("KL(full ‖ compressed), nats", fontsize=SIZE + 1)
-    head(figure, title)
+    suptitle(figure, title)
     return figure

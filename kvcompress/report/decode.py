@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from kvcompress.common.text import for_figure
-from kvcompress.report.figure import broken, plotting, save
+from kvcompress.report.figure import plotting, save, wrapped
 from kvcompress.report.run_index import Entry, label, ordered
 from kvcompress.report.series import COLOURS
 
@@ -58,7 +58,7 @@ def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
     right = axes.secondary_yaxis("right", functions=(partial(mul, 2**20 / token), partial(mul, token / 2**20)))
     right.set_ylabel("tokens per head")
     axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
-    axes.set_title(broken(for_figure(title), 0.9 * figure.get_figwidth(), 10), fontsize=10)
+    axes.set_title(wrapped(for_figure(title), 0.9 * figure.get_figwidth(), 10), fontsize=10)
     save(figure, path.with_suffix(""))
 
 
@@ -110,6 +110,6 @@ def draw_speed(entries: Sequence[Entry], title: str, path: Path) -> bool:
     axes.set_xlabel("tokens generated")
     axes.set_ylabel("tokens per second (median)")
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title(broken(for_figure(title), 0.9 * figure.get_figwidth(), 10), fontsize=10)
+    axes.set_title(wrapped(for_figure(title), 0.9 * figure.get_figwidth(), 10), fontsize=10)
     save(figure, path.with_suffix(""))
     return True

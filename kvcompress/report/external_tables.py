@@ -1,4 +1,4 @@
-"""Tables of numbers that others published or ran: apart from what was measured, each with its source."""
+"""Tables of external results, apart from what was measured here, each row with its source."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def order(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def print_external(rows: Sequence[Row], console: Console) -> None:
     """Print the rows dimmed in a table of their own."""
     if not rows:
         return
@@ -73,7 +73,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(table)
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def external_markdown(rows: Sequence[Row]) -> str:
     """The same as a markdown table; empty where there are none."""
     if not rows:
         return ""

@@ -1,4 +1,4 @@
-"""One axis for all families: what a score or a divergence costs in bytes really held, whatever saves them."""
+"""Scores and divergences at equal bytes: methods of all families on one axis of measured bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcompress.common.text import for_figure
 from kvcompress.report.curves import SIZE, End, Panel, about, get, label_ends, limits, y_axis
-from kvcompress.report.figure import figure_stem, head, plotting, quiet, save
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, by_model
 from kvcompress.report.series import MARKERS, Record, series, unlimited
 
@@ -70,7 +70,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     shown = [name for name in KINDS if any(name in _kinds(panel.records) for panel in panels)]
     handles = [plt.Line2D([], [], color=KINDS[name], lw=2) for name in shown]
     figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=SIZE, frameon=False)
-    head(figure, title)
+    suptitle(figure, title)
     return figure
 
 
@@ -105,4 +105,4 @@ def _paint(axes: Any, panel: Panel, height: float) -> None:
     axes.set_title(for_figure(panel.title), fontsize=SIZE + 1, loc="left")
     axes.set_xlabel(panel.x_label, fontsize=SIZE)
     axes.set_ylabel(for_figure(panel.y_label), fontsize=SIZE)
-    quiet(axes, SIZE)
+    light_axes(axes, SIZE)

@@ -1,4 +1,4 @@
-"""Figures of Pareto fronts: what a score costs in bytes held, bytes read and time per token."""
+"""Pareto fronts: score against bytes held, bytes read and time per token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcompress.common.text import for_figure
 from kvcompress.report.curves import about
-from kvcompress.report.figure import figure_stem, head, plotting, quiet, save
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, budget_of, label, named
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record
 from kvcompress.report.stats import pareto
@@ -80,6 +80,6 @@ def _figure(panels: Sequence[dict[str, Any]], title: str) -> Any:
         axes.set_xlabel(panel["label"], fontsize=SIZE)
         metric = str(panel["points"][0][2].get("metric")).partition("/")[0]
         axes.set_ylabel(for_figure(f"score ({metric})"), fontsize=SIZE)
-        quiet(axes, SIZE)
-    head(figure, title, 10)
+        light_axes(axes, SIZE)
+    suptitle(figure, title, 10)
     return figure

@@ -1,4 +1,4 @@
-"""What reusing chunks costs and saves: divergence and score against time to first token, by the share recomputed.
+"""Chunk reuse (CacheBlend, prefix caching): divergence and score against time to first token, by share recomputed.
 
 Times are those of the very runs that a record is of, which prefilled each prompt in each way: ratios are paired.
 """
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvcompress.common.text import cell, for_figure, for_markdown
 from kvcompress.report.curves import FLOOR, SIZE, about
-from kvcompress.report.figure import figure_stem, head, plotting, quiet, save
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry
 from kvcompress.report.series import COLOURS, MARKERS, Record
 
@@ -25,7 +25,7 @@ WAYS = {"full": "full prefill", "prefix": "prefix reuse"}
 _RATIO = re.compile(r"\b(?:prefill\.)?ratio=([0-9.]+(?:e-?[0-9]+)?)\s*")
 
 
-def measured(record: Record) -> bool:
+def timed_prefills(record: Record) -> bool:
     """True for a finished run that timed its prompts beside a full prefill of them."""
     return record["status"] == "ok" and record.get("metrics.ttft_to_full") is not None
 
@@ -50,7 +50,7 @@ def name(record: Record) -> str:
 def groups(records: Iterable[Record]) -> list[list[Record]]:
     """Runs that may be compared, by name and rising ratio."""
     found: dict[Any, list[Record]] = {}
-    for record in filter(measured, records):
+    for record in filter(timed_prefills, records):
         found.setdefault(record.get("protocol.pair"), []).append(record)
     return [sorted(group, key=lambda r: (name(r), ratio(r), r["run_id"])) for group in found.values()]
 
@@ -121,7 +121,7 @@ def _tier(record: Record) -> str:
     return str(record.get("protocol.tier") or "memory")
 
 
-def markdown(records: Iterable[Record]) -> str:
+def reuse_markdown(records: Iterable[Record]) -> str:
     """A table per group of comparable runs; empty where none measured its prefills."""
     lines: list[str] = []
     for group in groups(records):
@@ -133,7 +133,7 @@ def markdown(records: Iterable[Record]) -> str:
     return "\n".join(lines)
 
 
-def show(records: Iterable[Record], console: Console) -> None:
+def print_reuse(records: Iterable[Record], console: Console) -> None:
     """The same on a terminal, with fewer columns."""
     wanted = ("method", "ratio", "KL", "F1", "TTFT", "full prefill", "prefix reuse", "to full")
     for group in groups(records):
@@ -189,10 +189,10 @@ def _figure(group: Sequence[Record], title: str) -> Any:
         axes.set_xlim(left=0)
         axes.set_xlabel("time to first token (s), median; bars: quartiles", fontsize=SIZE)
         axes.set_ylabel(label, fontsize=SIZE)
-        quiet(axes, SIZE, "y")
+        light_axes(axes, SIZE, "y")
     low, high = right.get_ylim()
     right.set_ylim(min(low, 0.0), max(high, 0.1))
-    head(figure, title, 10)
+    suptitle(figure, title, 10)
     return figure
 
 

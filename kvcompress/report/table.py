@@ -1,4 +1,4 @@
-"""Records as a table: in the terminal, as markdown, as csv."""
+"""Leaderboards as tables: terminal, markdown, csv."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("notes", lambda record: ", ".join(flags(record))),
 )
 # after the difference to the full cache, where a task measured it
-DRIFT: tuple[tuple[str, Callable[[Record], str]], ...] = (
+DIVERGENCE: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("KL", lambda record: _number(record.get("metrics.kl"), ".3g")),
     ("perplexity", lambda record: _number(record.get("metrics.perplexity_ratio"), ".2f")),
 )
 # multiples of the full cache's figure in the same run, where a task measured any
-BESIDE: tuple[tuple[str, str], ...] = (
+RATIOS: tuple[tuple[str, str], ...] = (
     ("TTFT ×", "metrics.ratio_ttft"),
     ("TPOT ×", "metrics.ratio_tpot"),
     ("peak ×", "metrics.ratio_prefill_growth"),
@@ -73,7 +73,7 @@ BESIDE: tuple[tuple[str, str], ...] = (
     ("served ×", "metrics.ratio_tokens_per_s"),
     ("goodput ×", "metrics.ratio_goodput_rate"),
 )
-AGAIN = ("metrics.ratio_aa_ttft", "metrics.ratio_aa_tpot")  # the full cache measured twice, by its own first figure
+AA = ("metrics.ratio_aa_ttft", "metrics.ratio_aa_tpot")  # the full cache measured twice, by its own first figure
 LEGEND = (
     "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
     "values and positions on the device after compression, as a share of what the full cache holds; of readers of pages in "
@@ -81,12 +81,12 @@ LEGEND = (
 )
 TIMES_LEGEND = " · TTFT includes compression, TPOT is per decoded token, both medians"
 NO_TIMES_LEGEND = " · no times: prefills were shared (hydra/launcher=basic measures each cell)"
-BESIDE_LEGEND = (
+RATIOS_LEGEND = (
     " · ×: as a multiple of the full cache in the same run, median over the grid (peak and steady: memory above the weights; "
     "served and goodput: simulated)"
 )
-AGAIN_LEGEND = " · A/A: TTFT and TPOT of the full cache against itself; a × no farther from 1 says nothing"
-DRIFT_LEGEND = (
+AA_LEGEND = " · A/A: TTFT and TPOT of the full cache against itself; a × no farther from 1 says nothing"
+DIVERGENCE_LEGEND = (
     " · KL: mean divergence of the next-token distribution from the full cache's, in nats · perplexity: as a multiple of "
     "the full cache's"
 )
@@ -97,29 +97,29 @@ def legend(records: Iterable[Record]) -> str:
     timed = any(record.get("time.ttft_s") is not None for record in records)
     shared = any(record.get("protocol.shared") for record in records)
     text = LEGEND + (TIMES_LEGEND if timed else NO_TIMES_LEGEND if shared else "")
-    beside = [name for name, _ in _beside(records)]
+    beside = [name for name, _ in _ratio_columns(records)]
     if any(record.get("parts.reader") not in (None, "all") for record in records):
         text += " · reads: bytes per decoded token, as a share of the full cache's"
-    text += (BESIDE_LEGEND if beside else "") + (AGAIN_LEGEND if "A/A" in beside else "")
-    return text + (DRIFT_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
+    text += (RATIOS_LEGEND if beside else "") + (AA_LEGEND if "A/A" in beside else "")
+    return text + (DIVERGENCE_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
 
 
-def _beside(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
-    """Columns of `BESIDE` that any record of a group has."""
+def _ratio_columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
+    """Columns of `RATIOS` that any record of a group has."""
 
     def show(key: str) -> Callable[[Record], str]:
         return lambda record: _number(record.get(key), ".2f")
 
-    shown = [(name, show(key)) for name, key in BESIDE if any(record.get(key) is not None for record in group)]
-    if any(record.get(key) is not None for key in AGAIN for record in group):
-        shown.append(("A/A", lambda record: ", ".join(show(key)(record) for key in AGAIN)))
+    shown = [(name, show(key)) for name, key in RATIOS if any(record.get(key) is not None for record in group)]
+    if any(record.get(key) is not None for key in AA for record in group):
+        shown.append(("A/A", lambda record: ", ".join(show(key)(record) for key in AA)))
     return tuple(shown)
 
 
 def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
     """What a table of these records shows."""
-    drift = () if all(record.get("metrics.kl") is None for record in group) else DRIFT
-    return (*COLUMNS[:4], *drift, *_beside(group), *COLUMNS[4:])
+    divergence = () if all(record.get("metrics.kl") is None for record in group) else DIVERGENCE
+    return (*COLUMNS[:4], *divergence, *_ratio_columns(group), *COLUMNS[4:])
 
 
 def title(record: Record) -> str:
@@ -209,7 +209,7 @@ def _print(group: Sequence[Record], console: Console) -> None:
     console.print(table)
 
 
-def markdown(groups: Iterable[Sequence[Record]]) -> str:
+def leaderboard_markdown(groups: Iterable[Sequence[Record]]) -> str:
     """One markdown table per group of comparable records."""
     lines: list[str] = []
     every: list[Record] = []

@@ -71,9 +71,9 @@ def table(entries: list[Entry]) -> tuple[list[str], list[list[Any]]]:
 
 def draw(entries: list[Entry], folder: Path) -> list[tuple[str, Path]]:
     """Every figure the records allow, as PNG."""
-    from kvcompress.report.curves import about, draw_all
+    from kvcompress.report.curves import about, draw_curves
     from kvcompress.report.figure import figure_stem
-    from kvcompress.report.heatmap import draw as draw_heat
+    from kvcompress.report.heatmap import draw_heatmap
     from kvcompress.report.pareto import draw_fronts
 
     found: list[tuple[str, Path]] = []
@@ -84,8 +84,8 @@ def draw(entries: list[Entry], folder: Path) -> list[tuple[str, Path]]:
         records = [entry.record for entry in group]
         title = f"{group[0].sweep}: {records[0]['model']} · {about(records)}"
         path = folder / "heat" / f"{figure_stem('', '', records[0]['task'], pair, '')}.png"
-        if draw_heat(group, title, path):
+        if draw_heatmap(group, title, path):
             found.append(("heat", path))
     found += [("pareto", path) for path in draw_fronts(entries, folder / "pareto")]
-    found += [("curves", path) for path in draw_all(entries, folder / "curves")]
+    found += [("curves", path) for path in draw_curves(entries, folder / "curves")]
     return [(kind, path) for kind, path in found if path.suffix == ".png"]

@@ -81,7 +81,9 @@ def test_markdown_holds_a_name_in_one_cell_and_no_html(name):
     assert not re.search(r"(?<!\\)\]\(", made) and not re.search(r"(?<!\\)(?:\\\\)*[$`*]", made)
 
 
-@pytest.mark.parametrize("name", ["SnapKV", "tiny · needle · 1,000 tokens", "lowrank rank=0.5 rope_dims=8", "AT&T", "a - b"])
+@pytest.mark.parametrize(
+    "name", ["SnapKV", "tiny · needle · 1,000 tokens", "lowrank rank=0.5 rope_dims=8", "AT&T", "a - b"]
+)
 def test_usual_names_are_what_they_were_at_every_exit(name):
     assert name == text.for_markdown(name) == text.for_csv(name) == text.for_figure(name) == text.for_terminal(name)
 
@@ -154,18 +156,25 @@ def test_a_board_is_printed_as_text(boards):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=400, color_system=None)
     table.leaderboard(records, console)
-    external_tables.show([record | {"origin": "kvpress", "source": record["model"]} for record in records], console)
+    external_tables.print_external(
+        [record | {"origin": "kvpress", "source": record["model"]} for record in records], console
+    )
     assert shows_only(out.getvalue())
 
 
 def test_markdown_and_csv_keep_one_line_per_run(boards):
     _, records = boards
-    made = table.markdown([records])
+    made = table.leaderboard_markdown([records])
     lines = [line for line in made.splitlines() if line.startswith("|")]
-    assert len(lines) == 3 + len(NASTY) and len({len(re.findall(r"(?<!\\)\|", line.replace("\\\\", ""))) for line in lines}) == 1
+    assert (
+        len(lines) == 3 + len(NASTY)
+        and len({len(re.findall(r"(?<!\\)\|", line.replace("\\\\", ""))) for line in lines}) == 1
+    )
     assert "<" not in made and shows_only(made)
     rows = list(csv.DictReader(io.StringIO(table.to_csv(records), newline="")))
-    assert len(rows) == 1 + len(NASTY) and not any(value.startswith(("=", "@")) for row in rows for value in row.values() if value)
+    assert len(rows) == 1 + len(NASTY) and not any(
+        value.startswith(("=", "@")) for row in rows for value in row.values() if value
+    )
     assert table.to_csv(records).encode("utf-8")
 
 

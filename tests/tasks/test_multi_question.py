@@ -15,7 +15,7 @@ from small_models import VOCAB, random_ids, small_model
 
 from kvcompress import compress, load
 from kvcompress.common.prose import Encoder
-from kvcompress.data.haystack import follow_up, frame
+from kvcompress.data.haystack import follow_up, prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.method import Method
 from kvcompress.models.random_models import byte_tokenizer
@@ -139,7 +139,7 @@ def test_the_context_and_the_first_question_do_not_depend_on_how_the_others_foll
 def test_a_later_question_is_a_message_of_its_own():
     """Context, answer and next question make the text that the chat template makes of the conversation."""
     encode = Encoder(TOKENIZER)
-    first = frame(TOKENIZER, encode, "A story.", " Who?", "", "chat")
+    first = prompt_template(TOKENIZER, encode, "A story.", " Who?", "", "chat")
     later = follow_up(TOKENIZER, encode, "Where?", "", "chat")
     chat = [{"role": "user", "content": "A story. Who?"}, {"role": "assistant", "content": "Ann"}]
     chat.append({"role": "user", "content": "Where?"})
