@@ -18,8 +18,10 @@ import yaml
 from kvcompress import metrics
 from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import hub, jsonl, prompts
+from kvcompress.data.prompts import resolve_template
 from kvcompress.data.row_task import RowPrompt, RowTask
 from kvcompress.data.task import Sample, Task, Turn, of_suite
+from kvcompress.data.thinking import template_opens
 
 FIELDS = ("input", "context", "answers", "all_classes", "length")
 HUB = (
@@ -137,7 +139,9 @@ class LongBench(RowTask):
         template, limit = self.template, self.limit(tokenizer)
         if template == "official":
             template = "auto" if self.published["chat"] else "none"
-        newline = self.published["newline_stops"]
+        # a thinking part that the template opens has lines of its own; the first line behind it is what is scored
+        opened = resolve_template(tokenizer, template) == "chat" and template_opens(tokenizer)
+        newline = self.published["newline_stops"] and not (opened and self.published["first_line"])
         stop = tuple(plain_ids(tokenizer, "\n")[-1:]) if newline else ()
         hide = self.question == "hidden"
         for number, (row, asked) in enumerate(self.row_prompts()):

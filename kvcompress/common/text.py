@@ -101,5 +101,5 @@ def for_filename(text: Any) -> str:
 
 
 def for_tracker(value: Any) -> Any:
-    """For a tracker: texts without what acts; numbers and others as they are."""
-    return printable(value, keep="\t\n") if isinstance(value, str) else value
+    """For a value that a tracker keeps and shows as text: as it is, without lone surrogates, which no database takes."""
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value

@@ -63,7 +63,7 @@ def read(folder: Path) -> Content:
     return Content(
         run_id=str(record["run_id"]),
         sweep=folder.parent.name,
-        name=for_tracker(f"{label} · {record['budget']} · {record['task']}"),
+        name=printable(f"{label} · {record['budget']} · {record['task']}"),
         tags=tags(record),
         config=configuration(folder / "config.yaml") | {"budget": record["budget"], "parts": parts},
         summary=summary(record),

@@ -156,3 +156,22 @@ def test_a_token_that_holds_the_end_of_a_mark_and_blank_space_stops_nothing():
     tokenizer = Merged("<think>", "so", "</think", ">\n\n", "It is 5.", "\n\n")
     stops = reaches(["\n\n"], tokenizer)
     assert [stops(list(range(n))) for n in range(1, 7)] == [False] * 5 + [True]
+
+
+def test_lm_evals_model_class_scores_the_answer_behind_a_thought(monkeypatch):
+    instances = pytest.importorskip("lm_eval.api.instance")
+    import torch
+
+    from kvcompress import load
+    from kvcompress.hook import generation
+    from kvcompress.lm_eval import CompressedLM
+
+    model, tokenizer = load("random/llama")
+    text = "<think>\nFirst.\n\nThen.</think>\n\nIt is 5."
+    script = iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+    monkeypatch.setattr(generation, "pick", lambda *_: torch.tensor([next(script)]))
+    lm = CompressedLM(model, tokenizer=tokenizer, think_end_token="</think>")
+    asked = instances.Instance("generate_until", {}, ("2+3?", {"until": ["\n\n"], "max_gen_toks": 60}), 0)
+    assert lm.generate_until([asked]) == ["It is 5."]
+    with pytest.raises(ValueError, match=r"think_end_token='</so>'; valid: </think>"):
+        CompressedLM("no/such-model", think_end_token="</so>")
