@@ -10,7 +10,7 @@ import pytest
 from kvcompress.data import thinking
 from kvcompress.data.lm_eval_requests import Completion, answer_text, reaches
 from kvcompress.models.loading import load_tokenizer
-from kvcompress.sweep.launcher.sample import row
+from kvcompress.sweep.launcher.sample import SampleResult, row
 from kvcompress.tasks import TASKS
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -29,8 +29,8 @@ def tokenizer_of(declared="special", opens="", mark="<think>"):
 def judged(task, sample, tokenizer, texts, end="stop"):
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     out = {"tokens": ids, "finished": [end] * len(ids)}
-    cell = SimpleNamespace(task=task, source="x", config=SimpleNamespace(batch=1))
-    return row(cell, SimpleNamespace(tokenizer=tokenizer, model=None), sample, out, None, "")
+    spec = SimpleNamespace(task=task, source="x", config=SimpleNamespace(batch=1))
+    return row(spec, tokenizer, sample, SampleResult(out))
 
 
 ROWS = {

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
+from kvcompress.commands.report import main
 from kvcompress.common import text
 from kvcompress.report import external_tables, figure, table
-from kvcompress.report.cli import main
 from kvcompress.report.figure import figure_stem, plotting
 from kvcompress.report.run_index import gather
 from kvcompress.tracking import board, content
