@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from kvcompress.commands import memo
+from kvcompress.common.text import PlainConsole
 from kvcompress.sweep import record
 from kvcompress.sweep.config import (
     check_folders,
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown name or key, text where a number belongs, no cell at all, no such results folder), 130 interrupted.
     """
     arguments = expand_suites(sys.argv[1:] if arguments is None else arguments, folder())
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     asked = [argument.partition("=")[2] for argument in arguments if argument.startswith("status=")]
     if asked:
         return max(show(Path(sweep), console) for sweep in asked)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.method.codec import Codec, Plain
 from kvcompress.method.field_kinds import CheckedFields
 from kvcompress.method.view import LayerView, Needs, Observed, Pass, State, Tensor
@@ -350,7 +351,7 @@ class Schedule(CheckedFields):
             if not newline_ids:
                 raise ValueError("schedule.newline=true, but no token of this tokenizer holds a line break")
         if self.until and not until_ids:
-            until_ids = tuple(tokenizer.encode(self.until, add_special_tokens=False))
+            until_ids = tuple(plain_ids(tokenizer, self.until))
             if len(until_ids) != 1:
                 raise ValueError(
                     f"schedule.until={self.until!r} is {len(until_ids)} tokens of this tokenizer; it must be one"

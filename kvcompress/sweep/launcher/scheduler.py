@@ -8,6 +8,7 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from kvcompress.common.text import PlainConsole
 from kvcompress.method.budget import NotTogether
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.launcher.cell_run import CellRun
@@ -34,7 +35,7 @@ class Scheduler:
     """
 
     def __init__(self, console: Console | None = None, listeners: Sequence[Listener] = ()) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or PlainConsole(stderr=True)
         self.listeners = tuple(listeners)
         self.outcomes: list[Outcome] = []
         self.models = ModelPool()
