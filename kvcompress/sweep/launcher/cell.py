@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +22,10 @@ from kvcompress.models import loading
 from kvcompress.sweep import record
 from kvcompress.sweep.batches import cannot_batch
 from kvcompress.sweep.config import RESUME, build_method, build_task, check_keys
+from kvcompress.sweep.faults import text_of
 from kvcompress.sweep.launcher.lock import Lock, locked
 from kvcompress.sweep.sanity import Sanity
+from kvcompress.sweep.stored_config import plain_yaml, typed_paths
 
 
 @dataclass(frozen=True)
@@ -207,11 +208,47 @@ class Cell:
             if found["status"] != "partial" and self.folder.stamp() != self._found:  # since this sweep began
                 return self.settle(found["status"], found, "in another process: " + last_line(found["error"]))
             return None
+        wrong = self._fault(found)
+        if wrong is not None:
+            record.warn_once(f"{self.folder.path / 'record.json'}: {wrong}; it is made again")
+            return None
         stale = found.get("versions.source") != self.source
         if stale and self.config.resume == "auto":
             note = "made with other sources: resume=refresh runs it again, resume=any keeps it"
             return self.settle("stale", found, note)
         return self.settle("done", found, "finished before") if not stale or self.config.resume == "any" else None
+
+    def _fault(self, found: Mapping[str, Any]) -> str | None:
+        """Why a finished record is not this cell's, or not what its samples say."""
+        mine = {key: self.identity[key] for key in ("budget", "seed", "dtype", "device")}
+        mine |= {"run_id": self.run_id, "method": self.config.method.name, "protocol.pair": pair_id(self.identity)}
+        mine |= {f"parts.{name}": value for name, value in self.identity["parts"].items()}
+        for key, value in mine.items():
+            if found.get(key) != value:
+                return f"{key} is {found.get(key)!r}, but {value!r} in its cell"
+        return self.folder.fault(found)
+
+    def keep(self, ids: Sequence[str]) -> None:
+        """Of the samples that are finished keep those that the task has and can summarise; others are told and run again.
+
+        Args:
+            ids: of the task's samples, in their order.
+        """
+        self.total, self.order = len(ids), list(ids)
+        kept, known = {}, set(ids)
+        for name, row in self.folder.rows(None if self.config.resume == "any" else self.source).items():
+            try:
+                if name not in known:
+                    raise ValueError("the task has no such sample")
+                if row["out"].get("oom") is None:
+                    self.task.summarise([row])
+                kept[name] = row
+            except Exception as error:  # whatever a damaged row makes of a task's code
+                where = self.folder.path / "samples.jsonl"
+                record.warn_once(f"{where}: sample {name!r:.60}: {type(error).__name__}: {error}; left out")
+        if kept.keys() != self.done:
+            self.folder.keep(kept.values())
+            self.done = set(kept)
 
     def claim(self) -> Outcome | None:
         """Take the cell for this process: None if it is ours to run now, else what became of it."""
@@ -226,7 +263,7 @@ class Cell:
                 return self.outcome
             kept = self.folder.rows(None if self.config.resume == "any" else self.source)
             with locked(self.folder.path.parent / ".lock"):
-                self.folder.open(OmegaConf.to_yaml(self.config, resolve=True))
+                self.folder.open(plain_yaml(self.config))
                 self.folder.start(kept.values())
         except OSError as error:
             self._lock.release()
@@ -241,7 +278,7 @@ class Cell:
     def fail(self, fault: BaseException) -> str:
         """The status of a cell that `fault` ended; its traceback goes into the record. Never raises an exception."""
         status = "oom" if is_oom(fault) else "failed"
-        text = "".join(traceback.format_exception(fault))
+        text = text_of(fault, typed_paths(self.config))
         try:
             self.write(status, text)
         except Exception as again:  # a full disk, a folder that was taken away

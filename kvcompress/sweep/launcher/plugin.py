@@ -16,9 +16,10 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from kvcompress.sweep.launcher.compose import compose_once_per_choice
+from kvcompress.sweep.stored_config import resolve
 
 NAMESPACE = "hydra_plugins.kvcompress_launcher"  # Hydra takes launchers from below hydra_plugins only
 
@@ -107,7 +108,7 @@ def _composed(config: DictConfig) -> JobReturn:
         job.hydra_cfg, job.cfg = cast(DictConfig, HydraConfig.instance().cfg), config
         with open_dict(job.cfg):
             del job.cfg["hydra"]
-        OmegaConf.resolve(job.cfg)
+        resolve(job.cfg)  # what comes from the environment is read where it is used, and not written down
         job.status, job.return_value = JobStatus.COMPLETED, None  # faults are in records and the summary
         return job
     finally:

@@ -109,10 +109,11 @@ class Worker:
                 self._fail(cell, fault)
             return None
         for cell in open_cells(group):
-            cell.total, cell.sanity, cell.order = len(samples), found, [sample.id for sample in samples]
+            cell.sanity = found
             try:
+                cell.keep([sample.id for sample in samples])
                 check_lengths(samples, model, cell.method)
-            except ValueError as fault:
+            except (ValueError, OSError) as fault:
                 self._fail(cell, fault)
         return Loaded(model, tokenizer, [with_ends(sample, ends) for sample in samples])
 
