@@ -1,4 +1,4 @@
-"""JSON as the standard has it: finite numbers that fit into 64 bits, text that is Unicode, no unbounded depth."""
+"""JSON as the standard has it: finite numbers that fit into 64 bits, no unbounded depth."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ import re
 from typing import Any
 
 _LONG = re.compile(r"\d{18}|[eE]\+?\d{3}")  # only where such digits stand need numbers be looked at one by one
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MOST = 2**63
 
 
 def loads(text: str | bytes) -> Any:
-    """The value that `text` stands for.
+    """The value that `text` stands for; a text in it may hold half a surrogate pair (`encodable`).
 
     Raises:
-        ValueError: it is no JSON, not UTF-8, nested too deeply, or holds NaN, an infinity, an integer of more than 64
-            bits or half a surrogate pair.
+        ValueError: it is no JSON, not UTF-8, nested too deeply, or holds NaN, an infinity or an integer of more than 64
+            bits.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # whose error is a ValueError
     hooks: dict[str, Any] = {"parse_float": _float, "parse_int": _int} if _LONG.search(text) else {}
     try:
-        value = json.loads(text, parse_constant=_constant, **hooks)
+        return json.loads(text, parse_constant=_constant, **hooks)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("half a surrogate pair in a text") from None
+
+
+def encodable(value: Any) -> Any:
+    """`value` with a question mark for each half of a surrogate pair, which no file or terminal takes."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.loads(text.encode("utf-8", "replace"))
     return value
 
 
@@ -47,5 +50,7 @@ def _float(text: str) -> float:
 
 def _int(text: str) -> int:
     if len(text) > 20 or not -MOST <= int(text) < MOST:
-        raise ValueError(f"{text[:20]}… is an integer of more than 64 bits" if len(text) > 20 else f"{text} is too large")
+        raise ValueError(
+            f"{text[:20]}… is an integer of more than 64 bits" if len(text) > 20 else f"{text} is too large"
+        )
     return int(text)

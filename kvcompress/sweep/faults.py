@@ -55,8 +55,10 @@ def _roots() -> dict[str, str]:
 
 def _foreign(path: str) -> bool:
     """True for a file of Python or of another package."""
-    return path.startswith("<") or ("site-packages" in path or _within(path, sysconfig.get_path("stdlib"))) and not any(
-        _within(path, root) for root, place in _roots().items() if place
+    return (
+        path.startswith("<")
+        or ("site-packages" in path or _within(path, sysconfig.get_path("stdlib")))
+        and not any(_within(path, root) for root, place in _roots().items() if place)
     )
 
 

@@ -47,10 +47,9 @@ def write_json(path: Path, value: Any) -> None:
     """Write `value` so that `path` is whole or as it was, whenever the process dies.
 
     Raises:
-        ValueError: it holds NaN or an infinity, which JSON has not.
         DiskFull: there is no room for it.
     """
-    text = json.dumps(value, indent=1, sort_keys=True, default=str, allow_nan=False)
+    text = json.dumps(value, indent=1, sort_keys=True, default=str)
     with written(path):
         write_whole(path, text + "\n")
 
@@ -62,7 +61,7 @@ def read_record(path: Path) -> dict[str, Any]:
         ValueError: it cannot be read, or is no record: names the file and what is wrong (`record_schema.Record`).
     """
     try:
-        record = strict_json.loads(read_plain(path))
+        record = strict_json.encodable(strict_json.loads(read_plain(path)))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     try:
@@ -128,7 +127,11 @@ class RunFolder:
         if record["status"] not in FINISHED or not path.exists():
             return None
         scores = {key: float(row["score"]) for key, row in self.rows().items()}
-        few = f"n_samples is {record['n_samples']}, but {len(scores)} are sound" if len(scores) < record["n_samples"] else None
+        few = (
+            f"n_samples is {record['n_samples']}, but {len(scores)} are sound"
+            if len(scores) < record["n_samples"]
+            else None
+        )
         return few or contradiction(record, scores)
 
     def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -160,31 +163,47 @@ class RunFolder:
         """Add one finished sample and flush it to disk.
 
         Raises:
-            ValueError: it could not be read back, as when a number is NaN.
             DiskFull: there is no room for it; nothing of it is left.
         """
-        line, path = _line(row), self.path / "samples.jsonl"
-        try:
-            check_row(strict_json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"sample {row.get('id')}: {error}") from None
+        path = self.path / "samples.jsonl"
         with written(path):
-            append_whole(path, line.encode())
+            append_whole(path, _line(row).encode())
 
     def finish(self, record: Mapping[str, Any]) -> None:
         """Write the record.
 
         Raises:
-            ValueError: it could not be read back: names the key.
             DiskFull: there is no room for it.
         """
-        record = {key: _finite(value) for key, value in record.items()}
-        check_record(strict_json.loads(json.dumps(record, default=str)))
         write_json(self.path / "record.json", record)
 
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, default=str) + "\n"
+
+
+def readable_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`row`, if what is written of it can be read back.
+
+    Raises:
+        ValueError: names the sample and the field, as one that is NaN.
+    """
+    try:
+        check_row(strict_json.loads(_line(row)))
+    except ValueError as error:
+        raise ValueError(f"sample {row.get('id')}: {error}") from None
+    return row
+
+
+def readable_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`record` as it can be read back: numbers that are not finite are None.
+
+    Raises:
+        ValueError: names a key whose value is of another kind than records hold.
+    """
+    made = {key: _finite(value) for key, value in record.items()}
+    check_record(strict_json.loads(json.dumps(made, default=str)))
+    return made
 
 
 def _finite(value: Any) -> Any:

@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    RootModel,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 FINISHED = ("ok", "inactive")
 STATUSES = ("ok", "failed", "oom", "inactive", "partial")
@@ -81,11 +90,11 @@ class Step(Stored):
 
 
 class Report(Stored):
-    """What a session says of a cache (`Session.report`)."""
+    """What a session says of a cache (`Session.report`), here after the compression."""
 
-    kv: Held
-    active: bool  # the method did something
-    clamped: bool  # the budget was below what the method protects
+    kv: Held | None = None
+    active: bool | None = None  # the method did something
+    clamped: bool | None = None  # the budget was below what the method protects
     notes: list[str] = []
     kernel: str | None = None
     step: Step | None = None
@@ -95,6 +104,14 @@ class Report(Stored):
     reuse: dict[str, Number | None] | None = None
 
 
+class End(Report):
+    """The same at the end, from which records are made."""
+
+    kv: Held
+    active: bool
+    clamped: bool
+
+
 class Out(Stored):
     """What a task's run of one sample returned; each task has fields of its own beside these.
 
@@ -102,7 +119,7 @@ class Out(Stored):
     """
 
     compressed: Report | None = None
-    end: Report | None = None
+    end: End | None = None
     oom: Any = None
     finished: list[str] = []  # per answer: stop, length, forced, fixed
     tokens: list[list[Count]] = []
@@ -117,8 +134,8 @@ class Out(Stored):
 
     @model_validator(mode="after")
     def _both_reports(self) -> Out:
-        if self.end is not None and self.compressed is None:
-            raise ValueError("a report of the end without one after the compression")
+        if self.end is not None and (self.compressed is None or self.compressed.kv is None):
+            raise ValueError("a report of the end, but no kv of one after the compression")
         return self
 
 
@@ -321,7 +338,8 @@ class Noted(Stored):
     seed: Count | None = None
 
 
-Cells = Annotated[dict[Annotated[str, Field(pattern=RUN_ID)], Noted], AfterValidator(dict)]
+class Cells(RootModel[dict[Annotated[str, Field(pattern=RUN_ID)], Noted]]):
+    """The cells of a sweep by run id."""
 
 
 _KINDS = ("int", "float", "str", "bool", "none")
@@ -338,7 +356,7 @@ def shown(error: ValidationError) -> str:
     return f"{where + ': ' if where else ''}{text}{value}"
 
 
-def checker(model: type[Stored]) -> Callable[[Any], None]:
+def checker(model: type[BaseModel]) -> Callable[[Any], None]:
     """A function that refuses what `model` does not allow, with a ValueError of one line."""
 
     def check(value: Any) -> None:
@@ -350,4 +368,4 @@ def checker(model: type[Stored]) -> Callable[[Any], None]:
     return check
 
 
-check_row, check_record = checker(SampleRow), checker(Record)
+check_row, check_record, check_cells = checker(SampleRow), checker(Record), checker(Cells)

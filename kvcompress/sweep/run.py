@@ -18,6 +18,7 @@ from kvcompress.method.budget import NotTogether
 from kvcompress.models import loading
 from kvcompress.sweep import record
 from kvcompress.sweep.config import check_overrides, expand_suites, folder, register, with_launcher
+from kvcompress.sweep.disk import DiskFull
 from kvcompress.sweep.hydra_errors import Refused, explain
 from kvcompress.sweep.launcher.cell import Cell, Outcome, identity, model_key, pair_id
 from kvcompress.sweep.launcher.dry import estimate
@@ -62,8 +63,20 @@ class Runner:
         Raises:
             KeyboardInterrupt: what is finished is on disk, and what was begun goes on where it stopped.
         """
-        options = options or Options()
         first = len(self.outcomes)
+        try:
+            self._sweep(configs, options or Options(), elsewhere)
+        except DiskFull as error:
+            note = f"{error}: what is finished is kept, the same command goes on when there is room"
+            self.outcomes.append(Outcome("", configs[0].budget, "full", note=note))
+        return self.outcomes[first:]
+
+    def _sweep(
+        self,
+        configs: Sequence[DictConfig],
+        options: Options,
+        elsewhere: Callable[[list[list[int]]], Iterator[tuple[int, list[Outcome] | BaseException]]] | None,
+    ) -> None:
         made = [self._cell(config) for config in configs]
         cells = [cell for cell in made if cell is not None]
         groups = group_cells(cells, options.share)
@@ -75,18 +88,18 @@ class Runner:
             for cell in cells:
                 fault = faults.get(cell.run_id)
                 self._settled(cell.settle("dry") if fault is None else cell.settle("failed", note=fault))
-            return self.outcomes[first:]
+            return
         try:
             note_cells(cells)
         except ValueError as error:
             for cell in cells:
                 self._settled(cell.settle("refused", note=str(error)))
-            return self.outcomes[first:]
+            return
         if elsewhere is not None:
             number = {id(cell): index for index, cell in enumerate(made) if cell is not None}
             due = [group for group in groups if not self._finished(group)]
             self._collect(due, elsewhere([[number[id(cell)] for cell in group.cells] for group in due]))
-            return self.outcomes[first:]
+            return
         try:
             busy = [group for group in groups if self._group(group, options)]
             for group in busy:  # in the meantime the other process may have ended, or died
@@ -94,7 +107,6 @@ class Runner:
         finally:
             for cell in cells:
                 cell.release()
-        return self.outcomes[first:]
 
     def _finished(self, group: Group) -> bool:
         """True if no cell of a group has anything to do; then what became of them is said here."""
@@ -115,7 +127,7 @@ class Runner:
                     self._settled(cell.look() or cell.settle("failed", note=f"{text}; the same command goes on"))
             else:
                 for outcome in result:
-                    self._settled(outcome)
+                    (self.outcomes.append if outcome.status == "full" else self._settled)(outcome)
 
     def _cell(self, config: DictConfig) -> Cell | None:
         """The cell of a configuration, or None where it is refused or the same as an earlier one."""
@@ -276,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.pop(FULL)
         if traceback is not None:
             os.environ[FULL] = traceback
-    if not interrupted:
+    if not interrupted and all(outcome.status != "full" for outcome in runner.outcomes):
         runner.track()
     return summary(runner.outcomes, console, interrupted)
 
@@ -318,8 +330,11 @@ def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = F
         if names:
             text = f"{status}: {', '.join(names)} (said above why)"
             console.print(text, style="red" if status == "refused" else "yellow", highlight=False, markup=False)
+    full = [outcome for outcome in outcomes if outcome.status == "full"]
+    if full:  # of every process the same
+        console.print(full[0].note, style="red", highlight=False, markup=False, soft_wrap=True)
     for outcome in outcomes:
-        if outcome not in unbegun and (outcome.failed or outcome.status in ("stale", "running")):
+        if outcome not in [*unbegun, *full] and (outcome.failed or outcome.status in ("stale", "running")):
             text = f"{outcome.status}: {outcome.name} {outcome.run_id} {outcome.note}"
             console.print(text, style="red" if outcome.failed else "yellow", highlight=False, markup=False)
     if interrupted:

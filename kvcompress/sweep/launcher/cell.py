@@ -35,7 +35,8 @@ class Outcome:
     `status` is a record's status, or `done` (finished before), `same` (equals an earlier cell of this sweep), `stale`
     (finished with other sources; not run), `running` (another process has it), `dropped` (legal settings that do not
     go together, as a sweep over all combinations has them) or `refused` (an illegal configuration, or a folder that
-    cannot be written to). Nothing was run or written of those two.
+    cannot be written to). Nothing was run or written of those two. `full` stands for all cells that are left when the
+    disk takes no more.
     """
 
     method: str
@@ -53,7 +54,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        return self.status in ("failed", "oom", "refused", "partial")
+        return self.status in ("failed", "oom", "refused", "partial", "full")
 
 
 def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
@@ -338,7 +339,7 @@ class Cell:
             "error": error,
         }
         with locked(self.folder.path.parent / ".lock"):
-            self.folder.finish(written)
+            self.folder.finish(record.readable_record(written))
             record.fill_deltas(self.folder.path.parent, self.run_id)
         written = self.folder.record() or written
         self.settle(written["status"], written, last_line(written["error"]))

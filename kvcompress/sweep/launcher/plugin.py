@@ -19,7 +19,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from kvcompress.sweep.launcher.compose import compose_once_per_choice
+from kvcompress.sweep.launcher.sweeper import CellSweeper, store_sweeper
 from kvcompress.sweep.stored_config import resolve
+
+__all__ = ["CellSweeper", "SharedLauncher", "register_launcher", "store_launcher"]
 
 NAMESPACE = "hydra_plugins.kvcompress_launcher"  # Hydra takes launchers from below hydra_plugins only
 
@@ -130,7 +133,8 @@ class SharedLauncherConfig:
 
 
 def store_launcher() -> None:
-    """Make `hydra/launcher=shared` a choice."""
+    """Make `hydra/launcher=shared` a choice, and `hydra/sweeper=cells`."""
+    store_sweeper()
     ConfigStore.instance().store(
         group="hydra/launcher", name="shared", node=SharedLauncherConfig, provider="kvcompress"
     )
@@ -152,3 +156,4 @@ def register_launcher() -> None:
     sys.modules[NAMESPACE] = sys.modules[__name__]
     setattr(parent, name, sys.modules[__name__])
     Plugins.instance().register(SharedLauncher)
+    Plugins.instance().register(CellSweeper)

@@ -29,6 +29,7 @@ from kvcompress.sweep.launcher.cell import Cell, Outcome, check_lengths, pair_id
 from kvcompress.sweep.launcher.memory_plan import new_tokens, too_large, turns
 from kvcompress.sweep.launcher.plan import Group, listed
 from kvcompress.sweep.launcher.sample import Loaded, apart_because, checked, full_layers, row, run_sample, with_ends
+from kvcompress.sweep.record import readable_row
 from kvcompress.sweep.references import References
 
 logger = logging.getLogger(__name__)
@@ -264,7 +265,7 @@ class Worker:
         try:
             if isinstance(result, BaseException):
                 raise result
-            cell.folder.append(row(cell, loaded, sample, result, decoding, why) | {"rows": rows})
+            cell.folder.append(readable_row(row(cell, loaded, sample, result, decoding, why) | {"rows": rows}))
             cell.done.add(sample.id)
             advance()
             return
