@@ -16,7 +16,7 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median, quantiles, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcompress.common import strict_json
 from kvcompress.common.atomic_files import append_whole, read_plain, write_whole
@@ -28,6 +28,7 @@ __all__ = ["FINISHED", "KEYS", "STATUSES", "RunFolder", "aggregate", "read_recor
 
 logger = logging.getLogger(__name__)
 Told = Callable[[str], object]
+FROM_SAMPLES = ("kv.", "share_", "score", "n_samples")  # keys that follow from samples and nothing else
 STALE_S = 3600.0  # after which what a process was about to write is taken for a killed one's
 
 
@@ -83,6 +84,17 @@ def contradiction(record: Mapping[str, Any], scores: Mapping[str, float]) -> str
     return None
 
 
+def _sources(record: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [record.get("versions.source"), *(row.get("source") for row in rows)]
+
+
+class Fault(NamedTuple):
+    """What is wrong with a finished record, and whether its samples may be kept."""
+
+    text: str
+    rows_hold: bool
+
+
 class RunFolder:
     """The folder of one run."""
 
@@ -118,21 +130,30 @@ class RunFolder:
 
     def rows(self, source: str | None = None, told: Told | None = None) -> dict[str, dict[str, Any]]:
         """Finished samples by id; what is damaged is left out and told. Only those made with `source`, if given."""
-        rows = (row for row in read_rows(self.path / "samples.jsonl", told or warn_once) if row.get("out") is not None)
-        return {row["id"]: row for row in rows if source in (None, row.get("source"))}
+        path, told = self.path / "samples.jsonl", told or warn_once
+        found = {}
+        for row in read_rows(path, told):
+            out = row.get("out") or {}
+            if out.get("end") is None and not out.get("oom"):
+                told(f"{path}: sample {row['id']!r:.60} has no out.end, and memory did not run out; left out")
+            elif source in (None, row.get("source")):
+                found[row["id"]] = row
+        return found
 
-    def fault(self, record: Mapping[str, Any]) -> str | None:
-        """Why a finished record is not what its samples say, and is to be made again; None where there are none."""
-        path = self.path / "samples.jsonl"
-        if record["status"] not in FINISHED or not path.exists():
+    def fault(self, record: Mapping[str, Any]) -> Fault | None:
+        """Why a finished record is to be made again: samples are missing, or it says otherwise than they do."""
+        if record["status"] not in FINISHED or not (self.path / "samples.jsonl").exists():
             return None
-        scores = {key: float(row["score"]) for key, row in self.rows().items()}
-        few = (
-            f"n_samples is {record['n_samples']}, but {len(scores)} are sound"
-            if len(scores) < record["n_samples"]
-            else None
-        )
-        return few or contradiction(record, scores)
+        rows = self.rows()
+        if len(rows) < record["n_samples"]:
+            return Fault(f"n_samples is {record['n_samples']}, but {len(rows)} samples are sound", True)
+        wrong = contradiction(record, {key: float(row["score"]) for key, row in rows.items()})
+        source = source_hash()
+        if wrong is None and all(one == source for one in _sources(record, rows.values())):
+            made = aggregate(list(rows.values()))
+            differ = [key for key in made if key.startswith(FROM_SAMPLES) and record.get(key) != made[key]]
+            wrong = f"{differ[0]} is {record.get(differ[0])!r}, by its samples {made[differ[0]]!r}" if differ else None
+        return None if wrong is None else Fault(wrong, False)
 
     def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Keep exactly `rows`, and take away the record: what is written from here on belongs to a new attempt.

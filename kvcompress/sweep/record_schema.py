@@ -274,11 +274,25 @@ class Record(Stored):
     def _consistent(self) -> Record:
         if self.status in FINISHED and self.score is None:
             raise ValueError("finished, but its score is None")
-        for key, value in (self.__pydantic_extra__ or {}).items():
+        if self.status == "inactive" and self.share_inactive not in (None, 1.0):
+            raise ValueError(f"inactive, but share_inactive is {self.share_inactive!r}")
+        more = self.__pydantic_extra__ or {}
+        for key, value in more.items():
             check_extra(key, value)
+        if len({len(value) for key, value in more.items() if key.startswith("metrics.curve_")}) > 1:
+            raise ValueError("the lists of metrics.curve_* are of several lengths")
+        if self.status == "ok" and more.get("metrics.ttft_to_full") is not None:
+            for key in _REUSE:
+                if more.get(f"metrics.{key}") is None:
+                    raise ValueError(f"metrics.{key} is missing beside metrics.ttft_to_full")
         return self
 
 
+# what tables and figures of reused chunks reckon with
+_REUSE = (
+    *("kl", "kl_first", "agreement", "f1_full", "prompt_tokens", "ttft_s", "ttft_s.q1", "ttft_s.q3"),
+    *("reuse.recompute_share", "reuse.bytes_loaded"),
+)
 KEYS = tuple(str(field.alias) for field in Record.model_fields.values())
 
 # keys that are not in every record, by the start of their name, the longest that fits

@@ -174,6 +174,7 @@ class Cell:
         self.outcome: Outcome | None = None
         self._lock = Lock(self.folder.path / "lock")
         self._found = self.folder.stamp()
+        self._rows_hold = True  # False where a record says otherwise than its samples: either may be wrong
 
     @property
     def title(self) -> str:
@@ -211,7 +212,8 @@ class Cell:
             return None
         wrong = self._fault(found)
         if wrong is not None:
-            record.warn_once(f"{self.folder.path / 'record.json'}: {wrong}; it is made again")
+            record.warn_once(f"{self.folder.path / 'record.json'}: {wrong.text}; it is made again")
+            self._rows_hold &= wrong.rows_hold
             return None
         stale = found.get("versions.source") != self.source
         if stale and self.config.resume == "auto":
@@ -219,14 +221,14 @@ class Cell:
             return self.settle("stale", found, note)
         return self.settle("done", found, "finished before") if not stale or self.config.resume == "any" else None
 
-    def _fault(self, found: Mapping[str, Any]) -> str | None:
+    def _fault(self, found: Mapping[str, Any]) -> record.Fault | None:
         """Why a finished record is not this cell's, or not what its samples say."""
         mine = {key: self.identity[key] for key in ("budget", "seed", "dtype", "device")}
         mine |= {"run_id": self.run_id, "method": self.config.method.name, "protocol.pair": pair_id(self.identity)}
         mine |= {f"parts.{name}": value for name, value in self.identity["parts"].items()}
         for key, value in mine.items():
             if found.get(key) != value:
-                return f"{key} is {found.get(key)!r}, but {value!r} in its cell"
+                return record.Fault(f"{key} is {found.get(key)!r}, but {value!r} in its cell", True)
         return self.folder.fault(found)
 
     def keep(self, ids: Sequence[str]) -> None:
@@ -262,7 +264,7 @@ class Cell:
             if self.look() is not None:  # another process finished it before we had the lock
                 self._lock.release()
                 return self.outcome
-            kept = self.folder.rows(None if self.config.resume == "any" else self.source)
+            kept = self.folder.rows(None if self.config.resume == "any" else self.source) if self._rows_hold else {}
             with locked(self.folder.path.parent / ".lock"):
                 self.folder.open(plain_yaml(self.config))
                 self.folder.start(kept.values())

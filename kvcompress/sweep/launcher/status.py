@@ -66,7 +66,7 @@ def _record(folder: record.RunFolder) -> tuple[dict[str, Any] | None, str]:
     except ValueError as error:
         return None, f"damaged: {str(error).removeprefix(f'{path}: ')}"
     wrong = folder.fault(found)
-    return (found, "") if wrong is None else (None, f"damaged: {wrong}")
+    return (found, "") if wrong is None else (None, f"damaged: {wrong.text}")
 
 
 def place(cell: dict[str, Any]) -> tuple[Any, ...]:
