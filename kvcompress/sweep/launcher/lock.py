@@ -235,9 +235,10 @@ def _alive(claim: Path) -> bool:
         os.close(file)
 
 
-def clear_claims(sweep: Path) -> None:
-    """Take away the claims of processes that were killed; the caller holds the sweep's lock."""
-    for path in sweep.glob(".claim-*"):
+def clear_locks(sweep: Path) -> None:
+    """Take away what killed processes held; the caller holds the sweep's lock."""
+    for path in (*sweep.glob("*/lock"), *sweep.glob(".claim-*")):
         with suppress(OSError):
-            if path.is_symlink() or not _alive(path):
+            held = holder(path) is not None if path.name == "lock" else not path.is_symlink() and _alive(path)
+            if not held:
                 path.unlink(missing_ok=True)

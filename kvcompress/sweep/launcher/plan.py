@@ -14,7 +14,7 @@ from kvcompress.method import Needs
 from kvcompress.sweep import record
 from kvcompress.sweep.disk import written
 from kvcompress.sweep.launcher.cell import Cell, model_key, pair_id
-from kvcompress.sweep.launcher.lock import clear_claims, locked
+from kvcompress.sweep.launcher.lock import clear_locks, locked
 from kvcompress.sweep.record_schema import check_cells
 
 LAYOUT = 1  # of a sweep's folder
@@ -116,7 +116,7 @@ def note_cells(cells: Sequence[Cell]) -> None:
                 sweep.mkdir(parents=True, exist_ok=True)
             with locked(sweep / ".lock"):
                 record.clear_left(sweep)
-                clear_claims(sweep)
+                clear_locks(sweep)
                 record.fill_deltas(sweep, "")  # which a killed process may have left to do
                 known = noted_cells(sweep)
                 if not mine.keys() <= known.keys():
