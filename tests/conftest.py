@@ -1,5 +1,6 @@
 """Tests run on one thread: the models are tiny. Without a GPU, Triton kernels run under Triton's interpreter."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,14 +10,22 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kvcompress import load  # noqa: E402
+import helpers  # noqa: E402
+import small_models  # noqa: E402
+
+from kvcompress import load
 from kvcompress.calibrate import calibration, low_rank
+from kvcompress.reuse import kv_store
 
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run tests marked long")
+
+
+def pytest_configure(config):
+    helpers.LONG = config.getoption("--long")  # before test modules are imported
 
 
 def pytest_collection_modifyitems(config, items):
@@ -26,6 +35,32 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def settle():
+    """Take what is there out of the collector's sight: sweeps collect garbage, a third of a second over all of torch."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish(session):
+    settle()
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Models that tests share are as they were made after every test."""
+    result = yield
+    kv_store._stores.clear()  # of models that tests share
+    if nextitem is not None and nextitem.path != item.path:
+        settle()
+    if altered := small_models.altered():
+        pytest.fail(f"{item.nodeid} altered a shared model: use small_model(..., fresh=True)\n" + "\n".join(altered))
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +85,15 @@ def measured_elsewhere(tmp_path_factory):
     """What low-rank methods measure on small models does not go into the user's folder; each is measured once."""
     patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("lowrank")
     patch.setattr(low_rank, "folder", lambda: folder)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def written_without_waiting():
+    """Files are written, and need not outlive a failure of power: no test waits for the disk."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(os, "fsync", lambda handle: None)
     yield
     patch.undo()
 

@@ -19,9 +19,9 @@ def grid(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, float], float]:
     cells: dict[tuple[int, float], list[float]] = {}
     for row in rows:
         meta = row.get("meta") or {}
-        place = (meta.get("length"), meta.get("depth"))
-        if all(isinstance(value, (int, float)) for value in place):  # of some tasks lengths are names
-            cells.setdefault(place, []).append(float(row["score"]))
+        length, depth = meta.get("length"), meta.get("depth")
+        if isinstance(length, (int, float)) and isinstance(depth, (int, float)):  # of some tasks lengths are names
+            cells.setdefault((int(length), depth), []).append(float(row["score"]))
     return {key: fmean(values) for key, values in cells.items()}
 
 

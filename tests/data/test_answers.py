@@ -46,10 +46,9 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gold", GOLDS)
-def test_the_expected_answer_is_right_however_it_is_given(gold, form):
-    assert judge(gold, form % gold).right
+def test_the_expected_answer_is_right_however_it_is_given(gold):
+    assert [form for form in FORMS if not judge(gold, form % gold).right] == []
 
 
 @pytest.mark.parametrize("gold", GOLDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EVICTING, make
+from helpers import EVICTING, grid, make
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 from small_models import ARCHITECTURES, HYBRID, LATENT, left_padded, random_ids, small_model
@@ -20,7 +20,7 @@ from kvcompress.cache.layouts.dense import rounded
 from kvcompress.hook import static_decode
 from kvcompress.methods import H2O, KIVI, AdaKV, Full, Quest, SnapKV
 from kvcompress.sweep import config
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.scheduler import Scheduler
 
 CONF = Path(kvcompress.conf.__file__).resolve().parent
 
@@ -247,7 +247,7 @@ def test_a_cell_says_in_its_record_how_it_stepped_and_has_an_id_of_its_own(tmp_p
     for decode, method in (("eager", "snapkv"), ("static", "snapkv"), ("auto", "h2o")):
         arguments = [*common, f"method={method}", "budget=0.5", f"decode={decode}", f"paths.results={tmp_path}"]
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            outcome = Runner(Console(file=io.StringIO()))(compose("config", arguments))
+            outcome = Scheduler(Console(file=io.StringIO()))(compose("config", arguments))
         assert outcome.status == "ok", outcome.note
         records[decode] = outcome.record
     assert [records[decode]["protocol.step"] for decode in records] == ["eager", "static", "eager"]
@@ -255,16 +255,15 @@ def test_a_cell_says_in_its_record_how_it_stepped_and_has_an_id_of_its_own(tmp_p
     assert "evicts while decoding" in records["auto"]["protocol.step_why"]
     assert records["static"]["score"] == records["eager"]["score"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        outcome = Runner(Console(file=io.StringIO()))(compose("config", [*common, "method=full", "decode=fast"]))
+        outcome = Scheduler(Console(file=io.StringIO()))(compose("config", [*common, "method=full", "decode=fast"]))
     assert outcome.status == "refused" and "decode='fast'" in outcome.note
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", grid(["llama", "qwen2"], short=["llama"].__contains__))
 def test_a_compiled_step_equals_the_eager_one_and_is_made_once_per_capacity(architecture, monkeypatch):
-    options = {"use_sliding_window": False, "num_hidden_layers": 2} if architecture == "qwen2" else {}
-    model, made = small_model(architecture, **options), []
+    options = {"use_sliding_window": False} if architecture == "qwen2" else {}
+    model, made = small_model(architecture, num_hidden_layers=1, **options, fresh=True), []
     inner = static_decode._compile
     monkeypatch.setattr(static_decode, "_compile", lambda *args: made.append(1) or inner(*args))
     shapes = set()  # where all heads of a layer keep the same, their positions are held once
@@ -281,7 +280,7 @@ def test_a_compiled_step_equals_the_eager_one_and_is_made_once_per_capacity(arch
 
 
 def test_a_forward_that_cannot_be_traced_is_refused_by_name_and_auto_goes_on_eagerly(monkeypatch):
-    model, ids = small_model(), random_ids(1, 20)
+    model, ids = small_model(fresh=True), random_ids(1, 20)  # a step is known by its model
 
     def fault(*args):
         raise RuntimeError("data-dependent\nmore of it")

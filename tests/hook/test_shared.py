@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, make
+from helpers import EVICTING, LONG, REPRESENTATIVE, grid, make
 from small_models import random_ids, small_model
 
 from kvcompress import compress
@@ -56,8 +56,9 @@ def assert_same(alone, together):
             assert one == other
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize(
+    ("name", "budget"), grid(SHARING, BUDGETS, short=lambda name, budget: budget == 0.2 or name in REPRESENTATIVE)
+)
 def test_a_method_gets_from_a_shared_prefill_what_it_gets_from_its_own(name, budget):
     model, ids = small_model(), random_ids(1, 80)
     method = make(name, budget)
@@ -76,7 +77,7 @@ def test_windows_soft_caps_and_sinks_are_shared_as_well(architecture, name):
 
 def test_one_prefill_serves_all_methods_and_is_left_as_it_was():
     model, ids = small_model(), random_ids(1, 80)
-    methods = [make(name, budget) for name in SHARING for budget in BUDGETS] + [Full()]
+    methods = [make(name, budget) for name in SHARING for budget in (BUDGETS if LONG else BUDGETS[:1])] + [Full()]
     methods = [m for m in methods if not needs_of(m).mass]
     assert len({type(m) for m in methods}) >= 6
     needs = Needs()
@@ -105,7 +106,7 @@ def test_the_attention_of_the_widest_window_is_computed_once_for_all_methods(mon
         with compress(model, method, shared=shared) as session:
             session.prefill(ids)
     assert computed == [window] * len(shared.cache.layers)
-    kept = [layer.windows[window][0] for layer in shared.cache.full_layers]
+    kept = [layer.shared_window_attention[window][0] for layer in shared.cache.full_layers]
     assert held == sum(p.numel() * 4 for p in kept)
     for method, before in zip(methods, alone, strict=True):
         assert_same(before, followed(model, method, ids, shared))

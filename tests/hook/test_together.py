@@ -74,7 +74,7 @@ def test_tokens_reports_positions_and_logits_equal_those_of_sessions_alone(archi
 
 
 def test_one_forward_answers_all_rows(ids, monkeypatch):
-    model, steps = small_model(), []
+    model, steps = small_model(fresh=True), []
     model.register_forward_hook(lambda *a: steps.append(1))
     shared = prefill_once(model, ids, Needs(window=3))
     steps.clear()

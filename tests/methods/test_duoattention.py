@@ -247,7 +247,7 @@ def test_a_file_is_found_by_its_model_and_refused_for_another(tmp_path, monkeypa
     expected = ((5, 1), (0, 3), (4, 2))
     assert head_order("calibrated", model) == ranks(scores) == expected
     for dtype in (torch.bfloat16, torch.float16):
-        assert head_order("calibrated", small_model().to(dtype)) == expected
+        assert head_order("calibrated", small_model(dtype=dtype)) == expected
     other = small_model(seed=1)
     with pytest.raises(ValueError, match="known: mine"):
         head_order("calibrated", other)

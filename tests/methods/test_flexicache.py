@@ -104,7 +104,7 @@ def test_with_a_budget_of_all_pages_it_equals_the_full_cache(heads):
 @torch.no_grad()
 def test_what_it_returns_is_attention_over_the_chosen_pages(monkeypatch):
     """Through promotions and demotions, logits equal a stock model's whose masks show the chosen pages only."""
-    model, twin, lengths = small_model(), small_model(), [41, 28]
+    model, twin, lengths = small_model(), small_model(fresh=True), [41, 28]
     ids, mask = left_padded(lengths)
     seen = watch(monkeypatch, FlexiCacheReader)
     with compress(model, mixed(12, ((True, False), (True, True), (False, True)), rerank=3)) as session:

@@ -165,7 +165,7 @@ def test_the_size_of_blocks_changes_nothing(monkeypatch):
 
 def test_chunks_keep_what_the_loop_keeps():
     """Each chunk of a prompt is repeated when it ends, and its scores stay."""
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     ids, mask = left_padded([24, 15])
     with compress(model, KVzip(budget=8, prefill=Chunked(chunk=8), **OPTIONS)) as session:
         got = session.prefill(ids, attention_mask=mask).logits

@@ -63,7 +63,7 @@ ENTRY = 2 * LAYERS * HEADS * 6 * SIZE * 4
 
 @pytest.fixture(scope="module")
 def model():
-    return small_model()
+    return small_model(fresh=True)  # a model has stores of its own
 
 
 # ---------------------------------------------------------------------- both tiers
@@ -339,7 +339,7 @@ def test_files_of_other_kinds_under_a_chunks_name_are_reported_and_not_used(mode
 
 
 def test_models_share_a_folder_and_never_each_others_chunks(model, tmp_path):
-    others = [small_model(seed=1), small_model(scale=0.11), small_model().to(torch.bfloat16), small_model("mistral")]
+    others = [small_model(seed=1), small_model(scale=0.11), small_model(dtype=torch.bfloat16), small_model("mistral")]
     others.append(small_model(rope_parameters={"rope_type": "default", "rope_theta": 5000.0}))
     put(KVStore(model, 0, tmp_path))
     for other in others:
@@ -347,7 +347,7 @@ def test_models_share_a_folder_and_never_each_others_chunks(model, tmp_path):
         assert store.get(ids_of(0)) is None
         put(store, 0)
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 1 + len(others)
-    again = small_model()
+    again = small_model(fresh=True)
     assert holds(KVStore(again, 0, tmp_path).get(ids_of(0)))
 
 
@@ -359,7 +359,7 @@ def test_an_entry_of_another_model_in_this_ones_folder_is_reported_and_not_used(
 
 
 def test_a_weight_that_is_written_to_makes_another_model():
-    model = small_model()
+    model = small_model(fresh=True)
     before = identity(model)
     assert identity(model) == before == identity(small_model())
     with torch.no_grad():
@@ -376,7 +376,7 @@ def test_a_weight_that_is_written_to_makes_another_model():
 def test_weights_that_lie_on_no_device_are_known_by_the_files_they_come_from(tmp_path):
     found = set()
     for content in ("a", "b"):
-        model = small_model().to("meta")
+        model = small_model(fresh=True).to("meta")
         (tmp_path / "model.safetensors").write_text(content)
         model.config._name_or_path = str(tmp_path)
         found.add(identity(model)["weights"])
@@ -400,7 +400,7 @@ def test_there_is_one_store_per_model_purpose_and_settings(model):
 
 
 def test_the_store_of_a_model_gives_way_to_a_new_one_when_its_weights_or_number_type_change():
-    model = small_model()
+    model = small_model(fresh=True)
     stores = [store_of(model, "a")]
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(2)

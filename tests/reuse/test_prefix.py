@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import EVICTING, make
+from helpers import every_method, make
 from small_models import CharacterTokenizer, random_ids, small_model
 from test_kvstore import Rounding
 
@@ -93,7 +93,7 @@ def test_the_same_segment_twice_is_stored_once_per_place():
     assert store.stats.stored == 3
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_methods_evict_after_a_loaded_prefix_what_they_evict_after_a_full_prefill_or_are_refused(name):
     model, segments = small_model(), segments_of()
     store = KVStore(model)

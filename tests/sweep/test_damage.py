@@ -21,7 +21,7 @@ from kvcompress.report.frame import measured
 from kvcompress.report.run_index import gather
 from kvcompress.report.table import leaderboard, markdown
 from kvcompress.sweep import record
-from kvcompress.sweep.launcher.cell import Cell
+from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.launcher.status import cells_of
 from kvcompress.sweep.record_schema import check_record, check_row
 from kvcompress.tracking import content
@@ -218,7 +218,7 @@ def test_a_row_that_a_task_cannot_summarise_is_computed_again(calm, tmp_path, mo
     folder = begun(calm, tmp_path / "begun")
     path = sorted((folder / "test").glob("*/samples.jsonl"))[0]
     bad = json.loads(path.read_text().splitlines()[0])["id"]
-    stock = type(Cell(cells(folder, "full", "0.5")[0]).task)
+    stock = type(CellSpec.from_config(cells(folder, "full", "0.5")[0]).task)
     said = []
 
     def summarise(self, rows):

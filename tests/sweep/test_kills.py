@@ -14,13 +14,14 @@ import pytest
 from rich.console import Console
 from sweeps import TOGETHER, cells, forked, left, sweep
 
+from kvcompress.commands.run import summary
 from kvcompress.common import atomic_files
 from kvcompress.sweep import record
+from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.disk import DiskFull
 from kvcompress.sweep.launcher import lock
-from kvcompress.sweep.launcher.cell import Cell
+from kvcompress.sweep.launcher.cell_run import CellRun
 from kvcompress.sweep.launcher.lock import FileLock, Lock, holder, locked
-from kvcompress.sweep.run import summary
 
 METHODS = "full,snapkv,knorm,random"
 LIMIT = 120.0  # seconds after which a run hangs
@@ -332,7 +333,7 @@ def test_links_in_the_folder_of_a_run_are_replaced_and_not_followed(calm, tmp_pa
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (config,) = cells(tmp_path / "results", "snapkv", "0.5", "limit=1")
-    folder = Cell(config).folder.path
+    folder = CellRun(CellSpec.from_config(config)).folder.path
     folder.mkdir(parents=True)
     for name in ("config.yaml", "samples.jsonl", "record.json", "lock"):
         (folder / name).symlink_to(victim)
@@ -343,7 +344,7 @@ def test_links_in_the_folder_of_a_run_are_replaced_and_not_followed(calm, tmp_pa
 
 def test_the_folder_of_a_run_that_is_a_link_is_refused(tmp_path):
     (config,) = cells(tmp_path / "results", "snapkv", "0.5", "limit=1")
-    folder, elsewhere = Cell(config).folder.path, tmp_path / "elsewhere"
+    folder, elsewhere = CellRun(CellSpec.from_config(config)).folder.path, tmp_path / "elsewhere"
     folder.parent.mkdir(parents=True)
     elsewhere.mkdir()
     folder.symlink_to(elsewhere)

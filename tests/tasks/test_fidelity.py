@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from composed import composed
-from helpers import EVICTING, make
+from helpers import every_method, make
 from rich.console import Console
 from safetensors.torch import save_file
 from small_models import random_ids, small_model
@@ -22,8 +22,8 @@ from kvcompress.data.task import Sample, Turn
 from kvcompress.method import Method, Schedule
 from kvcompress.methods import H2O, Full, SnapKV
 from kvcompress.models.random_models import byte_tokenizer
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.references import FOLDER, References, _read
-from kvcompress.sweep.run import Runner
 from kvcompress.tasks import Fidelity
 
 SHORT = {"prompt_tokens": 60, "continuation_tokens": 12, "n_texts": 2}
@@ -70,7 +70,7 @@ def test_a_token_the_full_model_rules_out_adds_nothing_and_logits_that_are_no_nu
 
 
 @pytest.mark.parametrize("source", ["text", "generation"])
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_at_budget_one_no_method_drifts_and_below_it_all_do(name, source):
     model = small_model()
     sample = sample_of(source=source)
@@ -213,7 +213,7 @@ def cell(tmp_path):
 
 @pytest.fixture
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def test_one_run_of_the_full_model_per_text_serves_all_cells(cell, runner, tmp_path, monkeypatch):

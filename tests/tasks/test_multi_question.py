@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 from composed import composed
-from helpers import EVICTING, make
+from helpers import every_method, make
 from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
 from kvcompress import compress, load
+from kvcompress.commands.report import main as report
 from kvcompress.common.prose import Encoder
 from kvcompress.data.haystack import follow_up, frame
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.method import Method
 from kvcompress.models.random_models import byte_tokenizer
-from kvcompress.report.cli import main as report
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import MultiQuestion
 
 TOKENIZER = byte_tokenizer()
@@ -46,7 +46,7 @@ def sample(turns, stop=STOP):
     return Sample("s", (ids(40),), questions, {"question": "hidden", "turns": turns})
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_questions_asked_apart_get_the_answers_of_questions_asked_alone(name):
     asked, method = sample("independent"), make(name, 0.4)
     together = run(method, asked)
@@ -239,7 +239,7 @@ def cells(tmp_path):
 
 
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def test_records_say_how_the_questions_were_asked_and_boards_keep_them_apart(cells, tmp_path, capsys):
