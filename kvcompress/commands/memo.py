@@ -72,8 +72,11 @@ def finished_runs(arguments: Sequence[str]) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     for run in runs:
-        found = record.RunFolder(run.parent.parent, run.parent.name, run.name).record()
-        if found is None or found["status"] not in record.FINISHED or found.get("versions.source") != source_hash():
+        folder_of_run = record.RunFolder(run.parent.parent, run.parent.name, run.name)
+        found = folder_of_run.record()
+        if found is None or folder_of_run.fault(found) is not None:
+            return None
+        if found["status"] not in record.FINISHED or found.get("versions.source") != source_hash():
             return None
     return len(runs) if all(stamp(Path(name).expanduser()) == before for name, before in inputs.items()) else None
 

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         console.print(one_line(error), style="red", highlight=False, markup=False)
         return 2
-    if not interrupted:
+    if not interrupted and all(outcome.status != "full" for outcome in work.outcomes):
         for place in work.tracker.finish():
             console.print(place, highlight=False, markup=False, soft_wrap=True)
         memo.note(typed, work.outcomes, work.inputs)
@@ -121,7 +121,8 @@ def run_hydra(arguments: Sequence[str], work: Work) -> None:
         work.sweep([config])
 
     cell.sweep, cell.listen = work.sweep, listeners  # type: ignore[attr-defined]  # read by the shared launcher
-    before, sys.argv[1:] = sys.argv[1:], arguments
+    chosen = any(argument.lstrip("+").startswith("hydra/sweeper=") for argument in arguments)
+    before, sys.argv[1:] = sys.argv[1:], [*arguments, *([] if chosen else ["hydra/sweeper=cells"])]
     try:
         hydra.main(version_base="1.3", config_path=str(folder()), config_name="config")(cell)()
     finally:
@@ -157,8 +158,11 @@ def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = F
         if names:
             text = f"{status}: {', '.join(names)} (said above why)"
             console.print(text, style="red" if status == "refused" else "yellow", highlight=False, markup=False)
+    full = [outcome for outcome in outcomes if outcome.status == "full"]
+    if full:  # of every process the same
+        console.print(full[0].note, style="red", highlight=False, markup=False, soft_wrap=True)
     for outcome in outcomes:
-        if outcome not in unbegun and (outcome.failed or outcome.status in ("stale", "running")):
+        if outcome not in [*unbegun, *full] and (outcome.failed or outcome.status in ("stale", "running")):
             text = f"{outcome.status}: {outcome.name} {outcome.run_id} {outcome.note}"
             console.print(text, style="red" if outcome.failed else "yellow", highlight=False, markup=False)
     if interrupted:

@@ -11,6 +11,7 @@ from rich.console import Console
 from kvcompress.common.text import PlainConsole
 from kvcompress.method.budget import NotTogether
 from kvcompress.sweep.cell_spec import CellSpec
+from kvcompress.sweep.disk import DiskFull
 from kvcompress.sweep.launcher.cell_run import CellRun
 from kvcompress.sweep.launcher.dry import estimate
 from kvcompress.sweep.launcher.executor import GroupExecutor
@@ -59,7 +60,15 @@ class Scheduler:
         Raises:
             KeyboardInterrupt: what is finished is on disk, and what was begun goes on where it stopped.
         """
-        options, first = options or Options(), len(self.outcomes)
+        first = len(self.outcomes)
+        try:
+            self._sweep(configs, options or Options(), elsewhere)
+        except DiskFull as error:
+            note = f"{error}: what is finished is kept, the same command goes on when there is room"
+            self._settle(Outcome("", configs[0].budget, "full", note=note))
+        return self.outcomes[first:]
+
+    def _sweep(self, configs: Sequence[DictConfig], options: Options, elsewhere: Elsewhere | None) -> None:
         made = [self._cell(config) for config in configs]
         cells = [cell for cell in made if cell is not None]
         groups = group_cells(cells, options.share)
@@ -68,18 +77,18 @@ class Scheduler:
             self._explain([group for group in groups if not (dry and group.shared)])
         if dry:
             self._plan(groups)
-            return self.outcomes[first:]
+            return
         try:
             note_cells(cell.spec for cell in cells)
         except ValueError as error:
             for cell in cells:
                 self._settle(cell.set_outcome("refused", note=str(error)))
-            return self.outcomes[first:]
+            return
         if elsewhere is not None:
             number = {id(cell): index for index, cell in enumerate(made) if cell is not None}
             due = [group for group in groups if not self._settle_finished(group)]
             self._collect(due, elsewhere([[number[id(cell)] for cell in group.cells] for group in due]))
-            return self.outcomes[first:]
+            return
         try:
             busy = [group for group in groups if self._run(group, options)]
             for group in busy:  # in the meantime the other process may have ended, or died
@@ -87,7 +96,6 @@ class Scheduler:
         finally:
             for cell in cells:
                 cell.release()
-        return self.outcomes[first:]
 
     def _cell(self, config: DictConfig) -> CellRun | None:
         """The cell of a configuration, or None where it is refused or the same as an earlier one."""
@@ -183,7 +191,7 @@ class Scheduler:
         self.outcomes.append(outcome)
         score = outcome.record.get("score")
         shown = "" if score is None else f" score {score:.3f}"
-        if outcome.status != "dry":
+        if outcome.status not in ("dry", "full"):  # which are said once, at the end
             self.console.print(
                 f"{outcome.name}: {outcome.status}{shown}" + (f" · {outcome.note}" if outcome.note else ""),
                 highlight=False,

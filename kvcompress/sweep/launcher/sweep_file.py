@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common import strict_json
+from kvcompress.common.atomic_files import read_plain
 from kvcompress.sweep import record
-from kvcompress.sweep.launcher.lock import locked
+from kvcompress.sweep.disk import written as written_to
+from kvcompress.sweep.launcher.lock import clear_locks, locked
+from kvcompress.sweep.record_schema import check_cells
 
 LAYOUT = 1  # of a sweep's folder
 CELLS_FILE = "sweep.json"
@@ -21,9 +24,12 @@ def note_cells(sweep: Path, cells: Mapping[str, Mapping[str, Any]]) -> None:
         ValueError: the folder cannot be written to, or holds a sweep of another layout.
     """
     try:
-        sweep.mkdir(parents=True, exist_ok=True)
+        with written_to(sweep):
+            sweep.mkdir(parents=True, exist_ok=True)
         with locked(sweep / ".lock"):
             record.clear_left(sweep)
+            clear_locks(sweep)
+            record.fill_deltas(sweep, "")  # which a killed process may have left to do
             known = noted_cells(sweep)
             if not cells.keys() <= known.keys():
                 record.write_json(sweep / CELLS_FILE, {"layout": LAYOUT, "cells": known | dict(cells)})
@@ -39,7 +45,7 @@ def noted_cells(sweep: Path) -> dict[str, dict[str, Any]]:
     """
     path = sweep / CELLS_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = strict_json.loads(read_plain(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -49,7 +55,8 @@ def noted_cells(sweep: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(
             f"{path} has layout {layout!r}, this version writes {LAYOUT}: choose another sweep.name or paths.results"
         )
-    cells = found.get("cells")
-    if not isinstance(cells, dict) or not all(isinstance(cell, dict) for cell in cells.values()):
-        raise ValueError(f"{path}: cells is no table of cells; take the file away to have it made again")
-    return cells
+    try:
+        check_cells(found.get("cells"))
+    except ValueError as error:
+        raise ValueError(f"{path}: cells is no table of cells ({error}); take it away to have it made again") from None
+    return dict(found["cells"])
