@@ -50,11 +50,11 @@ def clean_hydra(monkeypatch):
 
 
 def test_a_sweep_shares_unless_told_otherwise(tmp_path):
-    assert command(tmp_path / "default", "method=snapkv,tova", "budget=0.5,0.2") == 0
+    assert command(tmp_path / "default", "method=snapkv,tova", "budget=0.5") == 0
     assert shared_flags(tmp_path / "default") == {True}
-    assert command(tmp_path / "off", "method=snapkv,tova", "budget=0.5,0.2", "hydra.launcher.share=false") == 0
+    assert command(tmp_path / "off", "method=snapkv,tova", "budget=0.5", "hydra.launcher.share=false") == 0
     assert shared_flags(tmp_path / "off") == {False}
-    assert command(tmp_path / "basic", "method=snapkv,tova", "budget=0.5,0.2", "hydra/launcher=basic") == 0
+    assert command(tmp_path / "basic", "method=snapkv,tova", "budget=0.5", "hydra/launcher=basic") == 0
     assert shared_flags(tmp_path / "basic") == {False}
     assert left(tmp_path / "default") == left(tmp_path / "basic") == left(tmp_path / "off")
 
