@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import EVICTING, LONG, REPRESENTATIVE, grid, make
+from helpers import EVICTING, LONG, REPRESENTATIVE, grid, make, thinned
 from small_models import random_ids, small_model
 
 from kvcompress import compress
@@ -132,8 +132,10 @@ def test_a_prefill_made_under_another_adapter_or_other_weights_is_not_taken():
         assert_same(followed(model, method, ids), followed(model, method, ids, shared))
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "qwen2", "glm4"])
-@pytest.mark.parametrize("name", ["H2O", "CAKE", "AdaKV", "Full"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    thinned(["gemma3_text", "gpt_oss", "qwen2", "glm4"], ["H2O", "CAKE", "AdaKV", "Full"], every=2),
+)
 def test_windows_soft_caps_and_sinks_are_shared_as_well(architecture, name):
     model, ids = small_model(architecture), random_ids(1, 60)
     method = make(name, 0.3) if name != "Full" else Full()

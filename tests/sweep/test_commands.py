@@ -51,11 +51,11 @@ def clean_hydra(monkeypatch):
 
 
 def test_a_sweep_shares_unless_told_otherwise(tmp_path):
-    assert command(tmp_path / "default", "method=snapkv,tova", "budget=0.5,0.2") == 0
+    assert command(tmp_path / "default", "method=snapkv,tova", "budget=0.5") == 0
     assert shared_flags(tmp_path / "default") == {True}
-    assert command(tmp_path / "off", "method=snapkv,tova", "budget=0.5,0.2", "hydra.launcher.share=false") == 0
+    assert command(tmp_path / "off", "method=snapkv,tova", "budget=0.5", "hydra.launcher.share=false") == 0
     assert shared_flags(tmp_path / "off") == {False}
-    assert command(tmp_path / "basic", "method=snapkv,tova", "budget=0.5,0.2", "hydra/launcher=basic") == 0
+    assert command(tmp_path / "basic", "method=snapkv,tova", "budget=0.5", "hydra/launcher=basic") == 0
     assert shared_flags(tmp_path / "basic") == {False}
     assert left(tmp_path / "default") == left(tmp_path / "basic") == left(tmp_path / "off")
 
@@ -202,12 +202,12 @@ def test_tables_of_one_task_at_two_lengths_have_headings_of_their_own(tmp_path):
 
 def test_the_plan_of_a_dry_run_fits_eighty_columns(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("COLUMNS", "80")
-    budgets = ",".join(str(round(0.05 * i, 2)) for i in range(1, 20))
+    budgets = ",".join(str(round(0.05 * i, 2)) for i in range(1, 11))
     assert command(tmp_path, "method=snapkv,tova,adakv,keydiff", f"budget={budgets}", "seed=0,1", "dry=true") == 0
     printed = capfd.readouterr().err.splitlines()
     assert max(map(len, printed)) <= 80 and len(printed) < 40
     sums = next(line.split() for line in printed if line.split()[:1] == ["all"])
-    assert sums[1:3] == ["152", "152"]
+    assert sums[1:3] == ["80", "80"]
 
 
 def test_a_dry_run_of_cells_that_run_one_by_one_is_one_plan(tmp_path, monkeypatch, capfd):
