@@ -10,6 +10,7 @@ from kvcompress.report.figure import head, plotting, quiet, save
 from kvcompress.report.run_index import Entry, label, ordered
 from kvcompress.report.series import COLOURS, MARKERS, Record
 
+MORE = ("#8B5E3C", "#7A7A7A", "#6A3D9A")  # of methods beyond the palette
 CURVES = (("metrics.curve_q50", "median of Δ"), ("metrics.curve_q1", "1% quantile of Δ"))
 
 
@@ -28,7 +29,7 @@ def draw_rollouts(entries: Sequence[Entry], folder: Path) -> list[Path]:
     """Write one figure per group of comparable rollouts; returns what was written."""
     written = []
     for (sweep, pair), records in sampled(entries).items():
-        path = folder / f"{sweep}-rollouts-{pair[:8]}"
+        path = folder / f"{sweep}-off-policy-{pair[:8]}"
         _draw(records, f"{sweep}: {records[0]['model']}, {records[0]['metrics.gap_samples']} samples per run", path)
         written.append(path.with_suffix(".png"))
     return written
@@ -38,7 +39,7 @@ def _draw(records: Sequence[Record], title: str, path: Path) -> None:
     plt = plotting()
     figure, panels = plt.subplots(2, 2, figsize=(11.0, 8.0), layout="constrained")
     names = sorted({str(record["method"]) for record in records}, key=lambda name: (name != "full", name))
-    look = dict(zip(names, zip(cycle(COLOURS), cycle(MARKERS), strict=False), strict=False))
+    look = dict(zip(names, zip(cycle((*COLOURS, *MORE)), cycle(MARKERS), strict=False), strict=False))
     budgets = sorted({float(record["budget"]) for record in records}, reverse=True)
     styles = dict(zip(budgets, cycle(("-", "--", ":")), strict=False))
     for (key, about), axes in zip(CURVES, panels[0], strict=True):
@@ -66,7 +67,7 @@ def _draw(records: Sequence[Record], title: str, path: Path) -> None:
     weighing.set_ylabel("effective share of samples (truncated token weights)")
     paying.set_xlabel("bytes of a group, shared storage once (MiB)")
     paying.set_ylabel("mean reward")
-    paying.xaxis.set_major_formatter(lambda value, _: f"{value / 2**20:.0f}")
+    paying.xaxis.set_major_formatter(lambda value, _: f"{value / 2**20:.3g}")
     for axes in panels.flat:
         quiet(axes, 9)
     handles, labels = panels[0][0].get_legend_handles_labels()
