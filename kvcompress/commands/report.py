@@ -19,6 +19,7 @@ from kvcompress.report.iso_bytes import draw_equal
 from kvcompress.report.page import write_page
 from kvcompress.report.pareto import draw_fronts
 from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
+from kvcompress.report.rollouts import draw_rollouts
 from kvcompress.report.run_index import Entry, gather
 from kvcompress.report.table import leaderboard, leaderboard_markdown, terminal, title, to_csv
 
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
         figures = draw_curves(found.entries, options.png, beside) + draw_fronts(found.entries, options.png)
+        figures += draw_rollouts(found.entries, options.png)
         for path in figures + draw_equal(found.entries, options.png) + draw_reuse(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
