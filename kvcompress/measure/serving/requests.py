@@ -79,7 +79,7 @@ def scaled(requests: Sequence[Request], length: float | None = None, rate: float
     divide = length or 1
 
     def shrink(tokens: int) -> int:
-        return max(1, -(-tokens // divide)) if tokens else 0
+        return max(1, int(-(-tokens // divide))) if tokens else 0
 
     for size in {request.block_size for request in requests}:
         if size % divide:
@@ -90,8 +90,8 @@ def scaled(requests: Sequence[Request], length: float | None = None, rate: float
         replace(
             one,
             at=one.at / rate,
-            input=int(shrink(one.input)),
-            output=int(shrink(one.output)),
+            input=shrink(one.input),
+            output=shrink(one.output),
             block_size=int(one.block_size // divide),
             fixed=int(one.fixed // divide),
         )

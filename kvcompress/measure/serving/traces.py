@@ -76,7 +76,10 @@ def read(path: Path) -> Iterator[Request]:
     if not head[1].lstrip().startswith("{"):
         return _from_start(_ordered(path, _csv(path, lines)))
     if "requests" in _json(path, *head):
-        return iter(_sessions(path, lines))
+        sessions = _Sessions(path)
+        for number, line in lines:
+            sessions.session(number, _json(path, number, line))
+        return iter(sessions.ordered())
     return _from_start(_ordered(path, _consistent(path, _json_lines(path, lines))))
 
 
@@ -182,7 +185,7 @@ def _csv(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Request]:
             continue  # BurstGPT lists requests that failed
         _field(path, number, counts, "input", 1)
         _field(path, number, counts, "output", 1)
-        yield Request(at=at, line=number, **counts)
+        yield Request(at, counts["input"], counts["output"], line=number)
 
 
 def _seconds(text: str) -> float:
@@ -242,54 +245,68 @@ def _named(block: int | None) -> str:
     return "the start of a prompt" if block is None else f"block {block}"
 
 
-def _sessions(path: Path, lines: Iterable[tuple[int, str]]) -> list[Request]:
-    """Requests of agent sessions that all begin at 0, in order of arrival as their own times say.
+class _Sessions:
+    """Requests of agent sessions that all begin at 0.
 
     In a closed loop a request follows the one before it in its session; a sub-agent starts from the request of the main
     agent before it, and runs beside the next. Ids are local to a session, and are numbered on from one to the next.
     """
-    found: list[tuple[float, int, Request]] = []  # with parents by place in this list
-    offset = 0
-    for number, line in lines:
-        row = _json(path, number, line)
-        size = _field(path, number, row, "block_size", 1)
-        top, name = offset, str(row.get("id", number))
 
-        def add(one: Any, at: float, parent: int | None, think: float, agent: str, fixed: int) -> float:
-            """Returns when it ends."""
-            nonlocal top
-            if not isinstance(one, dict):
-                raise ValueError(f"{path} line {number}: a request of {agent} is no JSON object")
-            tokens = _field(path, number, one, "in", 1)
-            blocks = tuple(offset + block for block in _ids(path, number, one, tokens, size))
-            top = max([top, *(block + 1 for block in blocks)])
-            output = max(1, _field(path, number, one, "out"))
-            found.append(
-                (at, len(found), Request(at, tokens, output, blocks, size, number, parent, think, agent, fixed))
-            )
-            return at + float(one.get("api_time", 0.0))
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: list[tuple[float, int, Request]] = []  # with parents by place in this list
+        self.offset = self.top = 0
 
-        def fixed(of: Mapping[str, Any]) -> int:
-            return int(of.get("tool_tokens", 0)) + int(of.get("system_tokens", 0))
+    def ordered(self) -> list[Request]:
+        """In order of arrival as their own times say."""
+        order = sorted(self.found, key=lambda entry: entry[:2])
+        place = {number: index for index, (_, number, _) in enumerate(order)}
+        return [replace(one, parent=None if one.parent is None else place[one.parent]) for _, _, one in order]
 
+    def session(self, number: int, row: Mapping[str, Any]) -> None:
+        """Add the session of a line."""
+        requests, self.offset = row.get("requests"), self.top
+        if not isinstance(requests, list) or not all(isinstance(one, dict) for one in requests):
+            raise ValueError(f"{self.path} line {number}: 'requests' must be a list of JSON objects")
+        size, name = _field(self.path, number, row, "block_size", 1), str(row.get("id", number))
         end, last, before = 0.0, None, 0.0
-        requests = row.get("requests")
-        if not isinstance(requests, list):
-            raise ValueError(f"{path} line {number}: 'requests' must be a list")
         for one in requests:
-            if isinstance(one, dict) and one.get("type") == "subagent":
+            if one.get("type") == "subagent":
                 # its own time is when it was done
-                wait = max(0.0, float(one["t"]) - float(one.get("duration_ms", 0)) / 1000 - before)
-                agent, parent, ended = f"{name}/{one.get('agent_id', len(found))}", last, end
-                for inner in one.get("requests", ()):
-                    think = float(inner.get("think_time", 0.0)) if parent != last else wait
-                    ended = add(inner, ended + think, parent, think, agent, fixed(one))
-                    parent = len(found) - 1
+                wait = max(0.0, self._time(number, one, "t") - self._time(number, one, "duration_ms") / 1000 - before)
+                agent, parent, ended = f"{name}/{one.get('agent_id', len(self.found))}", last, end
+                for index, inner in enumerate(one.get("requests", ())):
+                    gap = self._time(number, inner, "think_time") if index else wait
+                    ended = self._add(number, inner, size, ended + gap, parent, gap, agent, self._fixed(number, one))
+                    parent = len(self.found) - 1
                 continue
-            think = float(one.get("think_time", 0.0)) if last is not None else 0.0
-            end = add(one, end + think, last, think, f"{name}/{MAIN}", fixed(row))
-            last, before = len(found) - 1, float(one.get("t", 0.0)) + float(one.get("api_time", 0.0))
-        offset = top
-    order = sorted(found, key=lambda entry: entry[:2])
-    place = {number: index for index, (_, number, _) in enumerate(order)}
-    return [replace(one, parent=None if one.parent is None else place[one.parent]) for _, _, one in order]
+            gap = self._time(number, one, "think_time") if last is not None else 0.0
+            end = self._add(number, one, size, end + gap, last, gap, f"{name}/{MAIN}", self._fixed(number, row))
+            last, before = len(self.found) - 1, self._time(number, one, "t") + self._time(number, one, "api_time")
+
+    def _add(
+        self,
+        number: int,
+        one: Mapping[str, Any],
+        size: int,
+        at: float,
+        parent: int | None,
+        gap: float,
+        agent: str,
+        fixed: int,
+    ) -> float:
+        """Add a request; returns when it ends."""
+        tokens = _field(self.path, number, one, "in", 1)
+        blocks = tuple(self.offset + block for block in _ids(self.path, number, one, tokens, size))
+        self.top = max([self.top, *(block + 1 for block in blocks)])
+        output = max(1, _field(self.path, number, one, "out"))
+        request = Request(at, tokens, output, blocks, size, number, parent, gap, agent, fixed)
+        self.found.append((at, len(self.found), request))
+        return at + self._time(number, one, "api_time")
+
+    def _time(self, number: int, row: Mapping[str, Any], name: str) -> float:
+        return float(_field(self.path, number, {name: 0.0, **row}, name, whole=False))
+
+    def _fixed(self, number: int, row: Mapping[str, Any]) -> int:
+        names = ("tool_tokens", "system_tokens")
+        return sum(_field(self.path, number, {name: 0, **row}, name) for name in names)
