@@ -58,6 +58,7 @@ class Claims:
     _last: dict[str, float] = field(default_factory=dict)
     _gaps: dict[str, tuple[int, float]] = field(default_factory=dict)
     _next: list[float] = field(default_factory=list)
+    _fixed: dict[str, tuple[float, Sequence[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seen: dict[str, float] = {}
@@ -72,12 +73,18 @@ class Claims:
         request = self.requests[index]
         agent, fixed = request.agent, request.fixed_blocks
         mine = self._next[index] if self.expects == "oracle" else now + self._expected(agent, now)
+        self._fixed[agent] = mine, request.blocks[:fixed]
         found = []
         for block in request.blocks[:fixed]:
             claims = self._claims.setdefault(block, {})
             claims[agent] = mine
             found.append(min(claims.values()))
         return found + [NEVER] * (len(request.blocks) - fixed)
+
+    def soonest(self) -> list[tuple[float, str, Sequence[int]]]:
+        """Agents with the blocks of their fixed prefix, the one that is due first at the head."""
+        known = ((due, agent, blocks) for agent, (due, blocks) in self._fixed.items() if blocks and due < NEVER)
+        return sorted(known, key=lambda entry: entry[:2])
 
     def _expected(self, agent: str, now: float) -> float:
         """Seconds until an agent returns; takes note of its return now."""

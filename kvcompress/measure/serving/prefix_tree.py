@@ -44,6 +44,7 @@ class PrefixTree:
 
     Attributes:
         held: blocks in each tier; moved: blocks that went down from each tier to the next, or off the last.
+        locked: blocks on which requests run.
     """
 
     def __init__(self, rooms: Sequence[int | None], policy: Policy | None = None) -> None:
@@ -54,6 +55,7 @@ class PrefixTree:
         self.nodes: dict[Hashable, Node] = {}
         self.held = [0] * len(rooms)
         self.moved = [0] * len(rooms)
+        self.locked = 0
         self._heaps: list[list[tuple[Any, int, Node]]] = [[] for _ in rooms]
         self._clock = 0
 
@@ -70,13 +72,17 @@ class PrefixTree:
     def lock(self, path: Sequence[Node]) -> None:
         """Keep nodes where they are until they are unlocked as often."""
         for node in path:
+            if not node.locks:
+                self.locked += 1
             node.locks += 1
 
     def unlock(self, path: Sequence[Node]) -> None:
         for node in path:
             node.locks -= 1
-            if not node.locks and not self._below(node):
-                self._offer(node)
+            if not node.locks:
+                self.locked -= 1
+                if not self._below(node):
+                    self._offer(node)
 
     def touch(self, path: Sequence[Node], due: Sequence[float] | None = None) -> None:
         """A request uses a path, from the root to the leaf: each block has a new tick."""
@@ -106,18 +112,21 @@ class PrefixTree:
             count += 1
         return count
 
-    def insert(self, blocks: Sequence[Hashable], path: list[Node], due: Sequence[float] | None = None) -> int:
+    def insert(
+        self, blocks: Sequence[Hashable], path: list[Node], due: Sequence[float] | None = None, must: bool = False
+    ) -> int:
         """Insert behind a locked path the blocks that follow it, in order, until nothing can make way.
 
         Args:
             blocks: all of the request's; `path` the nodes of the first of them, extended here with locked new nodes.
             due: as many as blocks.
+            must: a request runs on them, so that none is passed over for being needed late.
 
         Returns:
             how many were inserted.
         """
         start, tiers = len(path), len(self.rooms)
-        bypasses = self.policy.bypasses
+        bypasses = self.policy.bypasses and not must
         parent = path[-1] if path else None
         if parent is not None and parent.tier:
             return 0  # it could not be promoted, so there is no room
@@ -129,6 +138,7 @@ class PrefixTree:
             self._clock += 1
             node = Node(blocks[index], parent, self._clock, when, tiers)
             node.locks = 1
+            self.locked += 1
             nodes[node.id] = node
             held[0] += 1
             if parent is not None:
@@ -144,10 +154,6 @@ class PrefixTree:
             if not self._evict(0, None):
                 return False
         return True
-
-    def evictable(self) -> int:
-        """Blocks of the fastest tier on which no request runs: what `shrink` can free at most."""
-        return sum(1 for node in self.nodes.values() if node.tier == 0 and not node.locks)
 
     def evict(self, tier: int = 0) -> Hashable | None:
         """Evict the first leaf of a tier; returns its id, or None where none can go."""

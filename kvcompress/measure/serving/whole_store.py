@@ -34,6 +34,9 @@ class WholeStore:
 
     Args:
         rooms: per tier, the fastest first, in the unit of sizes; None: unlimited.
+
+    Attributes:
+        held, moved: as of `PrefixTree`, in the unit of sizes; locked: size of entries on which requests run.
     """
 
     def __init__(self, rooms: Sequence[float | None], policy: Policy | None = None) -> None:
@@ -42,6 +45,7 @@ class WholeStore:
         self.entries: dict[Hashable, Entry] = {}
         self.held: list[float] = [0.0] * len(rooms)
         self.moved: list[float] = [0.0] * len(rooms)
+        self.locked = 0.0
         self._heaps: list[list[tuple[Any, int, Entry]]] = [[] for _ in rooms]
         self._clock = 0
 
@@ -54,11 +58,14 @@ class WholeStore:
         return None
 
     def lock(self, entry: Entry) -> None:
+        if not entry.locks:
+            self.locked += entry.size
         entry.locks += 1
 
     def unlock(self, entry: Entry) -> None:
         entry.locks -= 1
         if not entry.locks:
+            self.locked -= entry.size
             self._offer(entry)
 
     def touch(self, entry: Entry, due: float = NEVER) -> None:
@@ -77,23 +84,27 @@ class WholeStore:
         self._move(entry, 0)
         return True
 
-    def insert(self, blocks: Sequence[Hashable], size: float, due: float = NEVER) -> Entry | None:
-        """The entry of a prompt of these whole blocks, locked; one that is there is used again. None: no room."""
+    def insert(self, blocks: Sequence[Hashable], size: float, due: float = NEVER, must: bool = False) -> Entry | None:
+        """The entry of a prompt of these whole blocks, locked; one that is there is used again. None: no room.
+
+        Args:
+            must: a request runs on it, so that it is not passed over for being needed late.
+        """
         if not blocks:
             return None
         found = self.entries.get(blocks[-1])
         if found is not None:
-            found.locks += 1
+            self.lock(found)
             self.touch(found, due)
             if self.promote(found):
                 return found
             self.unlock(found)
             return None
-        if not self._make_way(0, size, due if self.policy.bypasses else None):
+        if not self._make_way(0, size, due if self.policy.bypasses and not must else None):
             return None
         self._clock += 1
         entry = Entry(blocks[-1], len(blocks), size, self._clock, due)
-        entry.locks = 1
+        self.lock(entry)
         self.entries[entry.id] = entry
         self.held[0] += size
         return entry
