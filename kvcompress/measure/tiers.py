@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from kvcompress.measure.transfers import Path as TierPath
+from kvcompress.measure.transfers import TierPath
 
 FILE = Path(__file__).with_name("tiers.yaml")
 Figures = Mapping[str, Any]
@@ -25,11 +25,11 @@ class Dimensions:
         width: hidden size; gqa: query heads per KV head; itemsize: bytes of a number; parameters: of the model.
     """
 
-    layers: int
-    width: int
-    gqa: int
-    kv_heads: int
-    head_dim: int
+    layers: float
+    width: float
+    gqa: float
+    kv_heads: float
+    head_dim: float
     itemsize: float
     parameters: float
 
@@ -97,7 +97,8 @@ def dimensions(name: str) -> Dimensions:
         ValueError: an unknown name, with the known ones.
     """
     said = entry("models", name)
-    return Dimensions(**{field.name: said[field.name] for field in fields(Dimensions)})
+    # YAML 1.1 takes 8.03e9 for text
+    return Dimensions(**{field.name: float(said[field.name]) for field in fields(Dimensions)})
 
 
 def path(

@@ -16,7 +16,7 @@ ATTENTION, LINEAR = 4, 22  # operations of a prefill per layer: 4 p² d + 22 p d
 
 
 @dataclass(frozen=True)
-class Path:
+class TierPath:
     """The way between two tiers.
 
     Attributes:
@@ -104,12 +104,12 @@ class LayerWise:
         return self.layers * (self.load + self.compute)
 
 
-def prefill_seconds(tokens: float, layers: int, width: int, flops: float) -> float:
+def prefill_seconds(tokens: float, layers: float, width: float, flops: float) -> float:
     """Modelled seconds of a prompt: layers x (4 p² d + 22 p d²) operations at `flops` per second."""
     return layers * (ATTENTION * tokens**2 * width + LINEAR * tokens * width**2) / flops
 
 
-def threshold(tokens: float, width: int, gqa: float, itemsize: float, flops: float, ratio: float = 1.0) -> float:
+def threshold(tokens: float, width: float, gqa: float, itemsize: float, flops: float, ratio: float = 1.0) -> float:
     """Bandwidth above which loading a prefix of `tokens` beats computing it (Mooncake's inequality).
 
     Args:
@@ -120,12 +120,12 @@ def threshold(tokens: float, width: int, gqa: float, itemsize: float, flops: flo
     return flops * per_token / (ATTENTION * tokens * width + LINEAR * width**2)
 
 
-def load_pays(nbytes: float, path: Path, recompute: float, piece: float | None = None, decode: float = 0.0) -> bool:
+def load_pays(nbytes: float, path: TierPath, recompute: float, piece: float | None = None, decode: float = 0.0) -> bool:
     """True if loading a prefix, its codec's `decode` seconds included, takes less than `recompute` seconds."""
     return path.seconds(nbytes, piece) + decode < recompute
 
 
-def codec_pays(nbytes: float, ratio: float, path: Path, encode: float, decode: float) -> bool:
+def codec_pays(nbytes: float, ratio: float, path: TierPath, encode: float, decode: float) -> bool:
     """True if a codec of `ratio` saves more on the link than the seconds it takes."""
     return nbytes * (1 - ratio) / path.bandwidth > encode + decode
 

@@ -10,9 +10,9 @@ from kvcompress.measure.serving.costs import Line, MethodCosts
 from kvcompress.measure.serving.requests import Request
 from kvcompress.measure.serving.simulation import Server, simulate, tail_mean
 from kvcompress.measure.serving.swapping import Swap
-from kvcompress.measure.transfers import Path
+from kvcompress.measure.transfers import TierPath
 
-FAST = Path(1e18)
+FAST = TierPath(1e18)
 
 
 def costs(per_token=1.0, step=0.1, held=1.0, reuse="prefix", output=0.0, **more) -> MethodCosts:
@@ -62,7 +62,7 @@ def test_chunked_prefill_bounds_the_gap_and_delays_the_other_prompt(budget, gap)
 
 def test_two_pools_keep_prompts_out_of_steps_and_the_transfer_falls_on_the_second_token():
     x = 0.25
-    pools = server(pools=(1, 1), link=Path(1000 / x))  # of 1000 bytes
+    pools = server(pools=(1, 1), link=TierPath(1000 / x))  # of 1000 bytes
     first, second = simulate(TWO, MS, pools).jobs
     assert times(first)[:3] == pytest.approx([1, 1.1 + x, 1.2 + x]) and second.ttft == pytest.approx(2.0)
 
@@ -119,7 +119,7 @@ def test_a_lone_other_query_starves_under_lpm_and_not_under_klpm(order, worst, m
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_priorities_preempt_and_nothing_is_lost(mode, pattern):
     requests = [Request(0.2 * number, 100, 30) for number in range(12)]
-    swap = Swap(Path(1e4, 1e-3), mode, "group")
+    swap = Swap(TierPath(1e4, 1e-3), mode, "group")
     found = simulate(
         requests,
         costs(per_token=1e-3, output=1.0),
@@ -133,7 +133,7 @@ def test_priorities_preempt_and_nothing_is_lost(mode, pattern):
 
 def test_a_kept_copy_writes_only_what_is_new_and_coarse_copies_are_few():
     """FastSwitch: 1000 tokens, 32 layers, 8 heads x 128, bfloat16; 32 GB/s and 10 µs a copy."""
-    link, nbytes = Path(3.2e10, 1e-5), 131_072_000
+    link, nbytes = TierPath(3.2e10, 1e-5), 131_072_000
     found = {how: Swap(link, granularity=how) for how in ("block", "group", "whole")}
     assert [one.copies(1000, 32) for one in found.values()] == [4032, 128, 1]
     seconds = [1000 * one.seconds(1000, nbytes, 32) for one in found.values()]
@@ -170,7 +170,7 @@ def test_what_went_to_the_host_is_loaded_before_its_prompt(overlap):
         Request(10.0, 4, 1, (5, 6, 7, 8), 1),
         Request(20.0, 5, 1, (1, 2, 3, 4, 9), 1),
     ]
-    how = server(memory=5.0, host=100.0, policy="lru", swap=Swap(Path(2.0), granularity="whole", overlap=overlap))
+    how = server(memory=5.0, host=100.0, policy="lru", swap=Swap(TierPath(2.0), granularity="whole", overlap=overlap))
     found = simulate(three, costs(), how)
     last = found.jobs[2]
     assert last.hit == 4 and last.ttft == pytest.approx(1.5 + 1) and last.load_s == pytest.approx(1.5)
@@ -181,7 +181,7 @@ def test_what_went_to_the_host_is_loaded_before_its_prompt(overlap):
 def test_an_exact_store_reuses_any_prefix_of_an_eviction_method_and_loads_it():
     two = [Request(0.0, 4, 1, (1, 2, 3, 4), 1), Request(10.0, 5, 1, (1, 2, 3, 9, 10), 1)]
     exact = costs(reuse="whole", held=0.5, token_bytes=1.0, store="exact")
-    how = server(policy="lru", host=100.0, swap=Swap(Path(1.0), granularity="whole"))
+    how = server(policy="lru", host=100.0, swap=Swap(TierPath(1.0), granularity="whole"))
     second = simulate(two, exact, how).jobs[1]
     assert second.hit == 3 and second.load_s == 3.0 and second.ttft == 5.0
 
@@ -224,9 +224,9 @@ def test_prompts_go_to_the_instance_that_has_their_prefix_unless_its_queue_is_lo
     assert found.jobs[1].hit == 8
     # two at once: the second takes the prefix over a link that is fast, rather than wait
     other = Request(20.0, 9, 1, (*shared, 101), 1)
-    fast = simulate([first, again, other], costs(), server(pools=(2, 1), policy="lru", link=Path(80.0)))
+    fast = simulate([first, again, other], costs(), server(pools=(2, 1), policy="lru", link=TierPath(80.0)))
     assert [job.hit for job in fast.jobs] == [0, 8, 8] and fast.jobs[2].ttft == pytest.approx(1.1)
-    slow = simulate([first, again, other], costs(), server(pools=(2, 1), policy="lru", link=Path(0.1)))
+    slow = simulate([first, again, other], costs(), server(pools=(2, 1), policy="lru", link=TierPath(0.1)))
     assert slow.jobs[2].ttft == pytest.approx(2.0), "waiting for the other's prompt is shorter"
 
 
@@ -237,7 +237,7 @@ def test_prefetched_agents_find_their_prefix_on_the_device():
         agent = turn % 3
         blocks = tuple(100 * agent + number for number in range(4)) + (10_000 + turn,)
         requests.append(Request(20.0 * turn, 5, 2, blocks, 1, agent=str(agent), fixed=4))
-    link = Swap(Path(0.5), granularity="whole")
+    link = Swap(TierPath(0.5), granularity="whole")
     waits = [
         simulate(requests, costs(), server(memory=12.0, host=100.0, policy="kvflow-oracle", swap=link, prefetch=count))
         for count in (0, 1)
@@ -286,7 +286,7 @@ def test_no_request_or_byte_is_lost_whatever_the_settings():
             batching=rng.choice(["iteration", "request", "chunked"]),
             budget=8,
             pools=rng.choice([None, None, (2, 2)]),
-            swap=Swap(Path(20.0, 0.01), rng.choice(["swap", "recompute"]), overlap=rng.choice([True, False])),
+            swap=Swap(TierPath(20.0, 0.01), rng.choice(["swap", "recompute"]), overlap=rng.choice([True, False])),
         )
         found = simulate(requests, cost, how)
         for job in found.jobs:

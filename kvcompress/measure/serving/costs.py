@@ -177,7 +177,7 @@ def modelled(measured: MethodCosts, device: str, model: str) -> MethodCosts:
             *(scale * value for value in (measured.held.fixed, measured.held.per_prompt, measured.held.per_output))
         ),
         token_bytes=shape.token_bytes,
-        layers=shape.layers,
+        layers=int(shape.layers),
         prefill=(*work, again * own / at),
         compress=(0.0, share * own / at),
         step=(

@@ -16,7 +16,7 @@ from kvcompress.measure.serving.costs import MethodCosts
 from kvcompress.measure.serving.job import Job
 from kvcompress.measure.serving.orders import Order
 from kvcompress.measure.serving.swapping import Swap
-from kvcompress.measure.transfers import Path
+from kvcompress.measure.transfers import TierPath
 
 BATCHING = ("iteration", "request", "chunked")
 
@@ -57,7 +57,7 @@ class Engine:
         decodes: bool = True,
         most: int | None = None,
         prefetch: int = 0,
-        disk: Path | None = None,
+        disk: TierPath | None = None,
     ) -> None:
         if batching not in BATCHING:
             raise ValueError(f"batching={batching!r}; valid: {', '.join(BATCHING)}")

@@ -24,7 +24,7 @@ from kvcompress.measure.serving.policies import NEVER, KVFlow, policy
 from kvcompress.measure.serving.requests import Request, next_uses
 from kvcompress.measure.serving.swapping import Swap
 from kvcompress.measure.tiers import path
-from kvcompress.measure.transfers import Path
+from kvcompress.measure.transfers import TierPath
 
 TAIL = 0.1  # of a request's gaps: TBT is the mean of its longest ones
 
@@ -55,9 +55,9 @@ class Server:
     most: int | None = None
     prefetch: int = 0
     pools: tuple[int, int] | None = None
-    link: Path = field(default_factory=lambda: path("rdma-400g"))
+    link: TierPath = field(default_factory=lambda: path("rdma-400g"))
     swap: Swap = field(default_factory=lambda: Swap(path("pcie4-x16")))
-    disk_link: Path = field(default_factory=lambda: path("nvme-pcie4"))
+    disk_link: TierPath = field(default_factory=lambda: path("nvme-pcie4"))
     closed: bool = False
     seed: int = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvcompress.measure.transfers import Path
+from kvcompress.measure.transfers import TierPath
 
 PAGE = 16  # tokens
 GROUP = 60  # pages at most
@@ -25,7 +25,7 @@ class Swap:
         path: the link.
     """
 
-    path: Path
+    path: TierPath
     mode: str = "swap"
     granularity: str = "block"
     overlap: bool = True
