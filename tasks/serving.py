@@ -199,7 +199,7 @@ class Serving(MeasuredTask):
             beside what any task returns: `costs` of both sides, and `serving`: by trace and memory what `board.compare`
             says of `method` and `full`, with exact hit `curve`s.
         """
-        ids, name = sample.segments[0], type(session.method).__name__.lower()
+        ids, name = sample.segments[0], measured_costs.label(session.method)
         served = {trace: self.trace(trace) for trace in self.traces}  # a bad line ends it before anything is measured
         out: dict[str, Any] = {"tokens": [[]], "finished": ["fixed"], "length": len(ids)}
         found, ended = measured_costs.rounds(session, ids, self.plan())

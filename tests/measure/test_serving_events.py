@@ -265,7 +265,7 @@ def test_prompts_of_one_length_wait_as_an_m_d_1_queue_does(rate, expected):
 
 def test_no_request_or_byte_is_lost_whatever_the_settings():
     rng = random.Random(3)
-    for trial in range(40):
+    for _trial in range(40):
         requests, now = [], 0.0
         for number in range(30):
             now += rng.expovariate(0.5)

@@ -19,6 +19,8 @@ from kvcompress.measure.latency import FULL, OURS, again, batch_ids
 from kvcompress.measure.measuring import synchronize, timed
 from kvcompress.measure.serving.costs import Line, MethodCosts, fit
 from kvcompress.measure.timing import Laps, in_turn
+from kvcompress.method import Method
+from kvcompress.method.budget import is_unlimited
 
 WARM = 1  # steps before those that are timed: a reader arranges pages in the first
 
@@ -146,6 +148,14 @@ def rounds(session: Any, ids: Sequence[int], plan: Plan) -> tuple[dict[str, list
         return run
 
     return in_turn({OURS: side(False), FULL: side(True)}, plan.rounds, plan.warmup)
+
+
+def label(method: Method) -> str:
+    """What costs of a method go by: its name, settings of its own and budget, as "snapkv 0.25" or "kivi bits=4"."""
+    budget = "" if is_unlimited(method.budget) else str(method.budget)
+    return " ".join(
+        filter(None, [type(method).__name__.lower() if method.family else "full", method.variant(), budget])
+    )
 
 
 def costs(name: str, reuse: Any, found: Sequence[Points], layers: int, store: str = "compressed") -> MethodCosts:
