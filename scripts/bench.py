@@ -16,6 +16,7 @@ python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks
 python scripts/bench.py generation                            bytes and time per token along a long output
 python scripts/bench.py links --json results/reference/links/here.json   memory copies, disk and (with CUDA) the link, fitted
 python scripts/bench.py serving-costs --json costs.json       what methods' requests cost, for task=serving (task.costs=FILE)
+python scripts/bench.py serving-page --costs costs.json --data DATA   tables and figures of docs/serving.md from these costs
 python scripts/bench.py serving-check                         the serving simulation beside really measured batches
 python scripts/bench.py generation --only memory --methods rkv,h2o,snapkv --png results/sawtooth.png
 """
@@ -110,6 +111,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     links.add_argument("--no-disk", action="store_true")
     links.add_argument("--seed", type=int, default=0)
     links.add_argument("--json", type=Path, default=None, help="write points and fits to this file")
+    page = commands.add_parser("serving-page", help="tables and figures of docs/serving.md, simulated")
+    page.add_argument("--costs", type=Path, required=True, help="file of serving-costs")
+    page.add_argument("--data", type=Path, default=None, help="folder of data sets (paths.data)")
+    page.add_argument("--out", type=Path, default=Path("results/reference"))
+    page.add_argument("--traces", default="mooncake_conversation,mooncake_synthetic")
+    page.add_argument("--requests", type=int, default=2000, help="the first so many of each")
+    page.add_argument("--length-scale", type=int, default=16, help="lengths and blocks are divided by it")
+    page.add_argument("--slots", default="8,32,128", help="memories, as of task.full_slots")
+    page.add_argument("--halvings", type=int, default=8, help="of the search for each goodput")
+    page.add_argument("--batching", default="iteration", help="iteration, request or chunked")
+    page.add_argument("--device", default=None, help="model times for this device instead, at full lengths")
+    page.add_argument("--dimensions", default="llama3-8b", help="of the modelled model")
     for name, about in (
         ("serving-costs", "fits for task=serving"),
         ("serving-check", "the simulation beside real batches"),
@@ -463,6 +476,46 @@ def serving(args: argparse.Namespace) -> int:
     return int(missed)
 
 
+def serving_page(args: argparse.Namespace) -> int:
+    from kvcompress.bench import serving_page
+    from kvcompress.methods import METHODS
+
+    sides, machine = serving_page.read_costs(args.costs)
+    slots, names = _numbers("slots", args.slots), [name for name in args.traces.split(",") if name]
+    scale: int | None = args.length_scale
+    what = f"costs measured, lengths divided by {scale}"
+    if args.device is not None:
+        sides, scale = serving_page.on(args.device, args.dimensions, sides), None
+        what = f"times modelled for {args.dimensions} on {args.device}, bytes measured, full lengths"
+    stem = args.out / ("serving" if args.device is None else "serving-modelled")
+    rows = []
+    for name in names:
+        requests = serving_page.requests_of(name, args.data, args.requests, scale)
+        for made in serving_page.serve(
+            name, requests, sides, slots, {"batching": args.batching}, halvings=args.halvings
+        ):
+            rows += made
+            gained = ", ".join(
+                f"{row['method']} {row['goodput']:.3g} ({row['to_full']:.2f})" for row in made if row["to_full"]
+            )
+            print(f"{name}, {made[0]['memory']}: {gained}", flush=True)
+            note = f"{what[0].upper()}{what[1:]}; LRU, host 4x, batching by {args.batching}."
+            written = serving_page.write(rows, sides, machine, stem, "Serving, simulated", note)
+    if args.device is None:
+        from kvcompress.report.serving import draw_classes
+
+        classes: dict[str, list[str]] = {"prefix": [], "whole": []}
+        for name, cls in METHODS.items():
+            kind = {"read_tokens": 64, "bytes": 0.5, "held_tokens": 0.5, "none": 1.0}[cls.budget_kind]
+            classes[cls(budget=kind).reuse].append(name)
+        limits = serving_page.unlimited(names, args.data)
+        written += draw_classes(limits, classes, args.out / "serving-classes", "Whole traces, hits exact.")
+        written += serving_page.tiers(sides, args.out)
+    for path in written:
+        print(f"wrote {path}")
+    return 0
+
+
 def kernels(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
@@ -514,7 +567,12 @@ if __name__ == "__main__":
     try:
         commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation, "sweep": sweep}
         commands_of |= {"decode": beside_plain, "prefill": beside_plain, "peers": peers, "kernels": kernels, "gpu": gpu}
-        commands_of |= {"links": links, "serving-costs": serving, "serving-check": serving}
+        commands_of |= {
+            "links": links,
+            "serving-costs": serving,
+            "serving-check": serving,
+            "serving-page": serving_page,
+        }
         sys.exit(commands_of[options.command](options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

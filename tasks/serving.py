@@ -98,7 +98,7 @@ class Serving(MeasuredTask):
     warmup: int = 1
     ttft: float | None = None
     tbt: float | None = None
-    slack: float = 5.0
+    slack: float = 25.0
     halvings: int = 8
 
     def __post_init__(self) -> None:

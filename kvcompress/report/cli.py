@@ -23,6 +23,8 @@ from kvcompress.report.reuse import draw_reuse
 from kvcompress.report.reuse import markdown as markdown_reuse
 from kvcompress.report.reuse import show as show_reuse
 from kvcompress.report.run_index import Entry, gather
+from kvcompress.report.serving import draw_serving, of_entries
+from kvcompress.report.serving import markdown as markdown_serving
 from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
 
 
@@ -79,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = markdown(groups) + ("\n" if groups and beside else "") + markdown_others(beside)
     reused = markdown_reuse(entry.record for entry in found.entries)
     page += f"\n{reused}" if reused else ""
+    page += "".join(f"\n{markdown_serving(rows)}" for rows in of_entries(found.entries).values())
     for target, text in ((options.markdown, page), (options.csv, to_csv(records))):
         if target is None:
             continue
@@ -107,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
         figures = draw_all(found.entries, options.png, beside) + draw_fronts(found.entries, options.png)
-        for path in figures + draw_equal(found.entries, options.png) + draw_reuse(found.entries, options.png):
+        figures += draw_equal(found.entries, options.png) + draw_reuse(found.entries, options.png)
+        for path in figures + draw_serving(found.entries, options.png):
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
         written = write_page(found, options.html, foreign, from_hydra())
