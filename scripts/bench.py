@@ -120,7 +120,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     page.add_argument("--length-scale", type=int, default=16, help="lengths and blocks are divided by it")
     page.add_argument("--slots", default="8,32,128", help="memories, as of task.full_slots")
     page.add_argument("--halvings", type=int, default=8, help="of the search for each goodput")
-    page.add_argument("--batching", default="iteration", help="iteration, request or chunked")
+    page.add_argument("--batching", default="chunked", help="iteration, request or chunked")
     page.add_argument("--device", default=None, help="model times for this device instead, at full lengths")
     page.add_argument("--dimensions", default="llama3-8b", help="of the modelled model")
     for name, about in (
@@ -507,7 +507,7 @@ def serving_page(args: argparse.Namespace) -> int:
         classes: dict[str, list[str]] = {"prefix": [], "whole": []}
         for name, cls in METHODS.items():
             kind = {"read_tokens": 64, "bytes": 0.5, "held_tokens": 0.5, "none": 1.0}[cls.budget_kind]
-            classes[cls(budget=kind).reuse].append(name)
+            classes[cls(budget=kind).cache_reuse].append(name)
         limits = serving_page.unlimited(names, args.data)
         written += draw_classes(limits, classes, args.out / "serving-classes", "Whole traces, hits exact.")
         written += serving_page.tiers(sides, args.out)

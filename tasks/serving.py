@@ -227,7 +227,7 @@ class Serving(MeasuredTask):
         method, layers = session.method, session.model.config.get_text_config().num_hidden_layers
         # what a method of chunks keeps for reuse are chunks as the model made them
         store = "exact" if method.parts().prefill.needs_segments else self.store
-        reuse = method.reuse
+        reuse = method.cache_reuse
         sides = {
             OURS: measured_costs.costs(name, reuse, found[OURS], layers, store if reuse == "whole" else "compressed"),
             FULL: measured_costs.costs("full", "prefix", found[FULL], layers),

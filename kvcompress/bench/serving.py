@@ -34,7 +34,7 @@ def costs_of(method: Method, found: Sequence[measured_costs.Points], model: Any)
     """A method's costs; one that reuses chunks keeps them as the model made them."""
     store = "exact" if method.parts().prefill.needs_segments else "compressed"
     return measured_costs.costs(
-        measured_costs.label(method), method.reuse, found, model.config.get_text_config().num_hidden_layers, store
+        measured_costs.label(method), method.cache_reuse, found, model.config.get_text_config().num_hidden_layers, store
     )
 
 

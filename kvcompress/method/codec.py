@@ -92,7 +92,7 @@ class Codec(ABC):
 
     @property
     def by_prompt(self) -> bool:
-        """What a token is held as depends on the prompt's later tokens, as of `Method.reuse`."""
+        """What a token is held as depends on the prompt's later tokens, as of `Method.cache_reuse`."""
         return self.needs.window > 0
 
     @property

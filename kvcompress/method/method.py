@@ -256,7 +256,7 @@ class Method:
         return self.budget_kind == "held_tokens" and not is_unlimited(self.budget)
 
     @property
-    def reuse(self) -> Literal["prefix", "whole"]:
+    def cache_reuse(self) -> Literal["prefix", "whole"]:
         """What of a compressed cache another prompt can go on from.
 
         "prefix": any part from the start, as what is held of a token follows from the tokens before it (groups of a

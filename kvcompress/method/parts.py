@@ -166,7 +166,7 @@ class Reader(ABC):
 
     @property
     def by_prompt(self) -> bool:
-        """What a token is held as depends on the prompt's later tokens, as of `Method.reuse`: factors are of all keys."""
+        """What a token is held as depends on the prompt's later tokens, as of `Method.cache_reuse`: factors are of all keys."""
         return self.rank is not None
 
     def bind(self, model: Any) -> Reader:
@@ -232,7 +232,7 @@ class Prefill(ABC):
 
     @property
     def by_prompt(self) -> bool:
-        """What a token's keys and values are depends on the prompt's later tokens, as of `Method.reuse`."""
+        """What a token's keys and values are depends on the prompt's later tokens, as of `Method.cache_reuse`."""
         return self.needs_segments
 
     @abstractmethod

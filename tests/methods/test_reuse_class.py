@@ -60,13 +60,14 @@ def test_a_method_says_what_two_prompts_with_a_shared_prefix_show(model, name):
     method = make(name, 8 if METHODS[name].budget_kind == "read_tokens" else 0.5, **TIGHT.get(name, {}))
     # the last tokens of a prompt, which codecs hold back and windows protect, are no part of the shared ones
     alike = equal(model, method, 12, 24)
-    if method.reuse == "prefix":
+    if method.cache_reuse == "prefix":
         assert alike
     else:
+        assert method.cache_reuse == "whole"
         assert not alike or not equal(model, method, 1, 24), "what is kept must depend on what follows"
 
 
 def test_the_parts_decide_and_not_the_name():
-    assert SnapKV(budget=1.0).reuse == "prefix", "nothing is evicted"
-    assert SnapKV(budget=0.5).reuse == "whole" and SnapKV(budget=0.5, codec=KIVI()).reuse == "whole"
-    assert Full().reuse == "prefix" and KIVI().reuse == "prefix" and CacheBlend().reuse == "whole"
+    assert SnapKV(budget=1.0).cache_reuse == "prefix", "nothing is evicted"
+    assert SnapKV(budget=0.5).cache_reuse == "whole" and SnapKV(budget=0.5, codec=KIVI()).cache_reuse == "whole"
+    assert Full().cache_reuse == "prefix" and KIVI().cache_reuse == "prefix" and CacheBlend().cache_reuse == "whole"

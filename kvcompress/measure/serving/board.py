@@ -14,7 +14,6 @@ from kvcompress.measure.serving.requests import Request, scaled
 from kvcompress.measure.serving.simulation import Outcome, Server, simulate
 from kvcompress.measure.serving_simulation import highest_rate
 
-PROMPTS = 5  # of others that a gap may hold
 SHARE = 0.9  # of all requests that must meet both targets
 QUANTILES = tuple(range(0, 101, 2))  # of the distributions that figures draw
 CURVE = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # times a memory, in hit curves
@@ -29,13 +28,13 @@ class Targets:
 
     @classmethod
     def of(cls, full: MethodCosts, requests: Sequence[Request], slack: float) -> Targets:
-        """`slack` times what the full cache takes for a mean request by itself; a gap may also hold `PROMPTS` such prompts.
+        """`slack` times what the full cache takes for a mean request by itself; a gap may also hold one such prompt.
 
         Mooncake's 30 s to the first token are about 25 times a mean prompt; traces come in bursts.
         """
         tokens = sum(one.input for one in requests) / len(requests)
         prompt = full.prefill_s(tokens)
-        return cls(slack * prompt, slack * full.step_s(1, full.kept.at(tokens)) + PROMPTS * prompt)
+        return cls(slack * prompt, slack * full.step_s(1, full.kept.at(tokens)) + prompt)
 
 
 def memory_of(full: MethodCosts, requests: Sequence[Request], slots: int) -> float:

@@ -31,7 +31,7 @@ class MethodCosts:
     """What one method's requests cost.
 
     Attributes:
-        reuse: as of `Method.reuse`.
+        reuse: as of `Method.cache_reuse`.
         held: bytes of a request's cache; kept: tokens that a decode step attends to, mean over layers and heads.
         token_bytes: of a token in the full cache; layers: of the model.
         prefill: c0, c1, c2, c3 of `c0 + c1 (n - p) + c2 (n² - p²) + c3 p` seconds of a prompt of n tokens of which p are reused.
