@@ -166,6 +166,11 @@ class Reader(CheckedFields, ABC):
     page_size: int
     rank: int | None = None  # of what it holds keys as, all heads together and before rotation
 
+    @property
+    def by_prompt(self) -> bool:
+        """What a token is held as depends on the prompt's later tokens, as of `Method.cache_reuse`: factors are of all keys."""
+        return self.rank is not None
+
     def bind(self, model: Any) -> Reader:
         """This reader ready for a model, as `Method.bind`: one that needs data of the model returns a copy with it."""
         return self
@@ -256,6 +261,11 @@ class Prefill(CheckedFields, ABC):
     needs_segments: ClassVar[bool] = False
     """True if the prompt's segments say what is reused: then prompts come through `session.prefill`, and one that is
     given to `model(...)` is refused."""
+
+    @property
+    def by_prompt(self) -> bool:
+        """What a token's keys and values are depends on the prompt's later tokens, as of `Method.cache_reuse`."""
+        return self.needs_segments
 
     @abstractmethod
     def run(self, session: PromptRunner, segments: list[Tensor], mask: Tensor | None) -> Prefilled:
