@@ -10,6 +10,23 @@ import os
 from pathlib import Path
 
 import pytest
+<<<<<<< HEAD
+=======
+import torch
+
+if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import helpers  # noqa: E402
+import small_models  # noqa: E402
+
+from kvcompress import load
+from kvcompress.calibrate import calibration, low_rank
+from kvcompress.commands import memo
+from kvcompress.reuse import kv_store
+
+torch.set_num_threads(1)
+>>>>>>> sweepw
 
 
 def pytest_addoption(parser):
@@ -112,6 +129,15 @@ def written_without_waiting():
     """Files are written, and need not outlive a failure of power: no test waits for the disk."""
     patch = pytest.MonkeyPatch()
     patch.setattr(os, "fsync", lambda handle: None)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembered_elsewhere(tmp_path_factory):
+    """Commands that tests give are not remembered in the user's folder."""
+    patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("memos")
+    patch.setattr(memo, "cache_dir", lambda: folder)
     yield
     patch.undo()
 

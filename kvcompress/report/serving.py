@@ -225,7 +225,7 @@ def _hits(rows: Sequence[Row], note: str) -> Any:
         axes.set_xlabel("memory for the cache of earlier prompts (GiB)", fontsize=SIZE)
         axes.set_ylabel("prompt tokens that hit, share", fontsize=SIZE)
     _legend(figure, panels)
-    head(
+    suptitle(
         figure,
         f"Hit rate by memory, replayed without time (simulated; n = {rows[0]['requests']} requests each). {note}",
         9,
@@ -269,7 +269,7 @@ def _first_tokens(rows: Sequence[Row], note: str) -> Any:
         axes.set_xlabel("seconds to the first token", fontsize=SIZE)
         axes.set_ylabel("share of requests", fontsize=SIZE)
     _legend(figure, panels)
-    head(
+    suptitle(
         figure,
         f"First token at the load that the full cache can bear (simulated; n = {rows[0]['requests']} each). {note}",
         9,
@@ -304,7 +304,7 @@ def draw_classes(
         said = {"prefix": "prefix: any beginning of a prompt", "whole": "whole: only an earlier prompt as it was"}[kind]
         right.text(0.5 * column, 1.0, said, fontsize=SIZE, color=COLOURS[column], va="top", weight="bold")
         right.text(0.5 * column, 0.93, "\n".join(sorted(names)), fontsize=SIZE, va="top", linespacing=1.35)
-    head(
+    suptitle(
         figure,
         f"What of a compressed cache another prompt can use (each method's class is tested by running it). {note}",
         9,
