@@ -49,9 +49,8 @@ TOPICS = (
         (
             "kvcompress/method/selection.py",
             "kvcompress/method/apportion.py",
-            "kvcompress/hook/compression.py::Compressor._compress",
-            "kvcompress/hook/compression.py::Compressor._apply",
-            "kvcompress/hook/compression.py::Compressor._allocate_scored",
+            "kvcompress/hook/evictor.py",
+            "kvcompress/hook/budget_sharing.py",
         ),
         (
             "tests/method",
@@ -89,6 +88,7 @@ TOPICS = (
             "kvcompress/cache/forward.py",
             "kvcompress/kernels/blockwise.py",
             "kvcompress/hook/observed.py",
+            "kvcompress/cache/query_window.py",
         ),
         (
             "tests/method/test_prerope.py",
@@ -145,10 +145,10 @@ TOPICS = (
     Topic(
         "schedules",
         (
-            "kvcompress/hook/compression.py::Compressor._due",
+            "kvcompress/hook/trigger.py",
             "kvcompress/hook/compression.py::Compressor.after_attention",
             "kvcompress/hook/compression.py::Compressor.decide",
-            "kvcompress/hook/incremental_evictor.py",
+            "kvcompress/cache/incremental_evictor.py",
             "kvcompress/method/parts.py::Schedule",
         ),
         (
@@ -259,8 +259,8 @@ def changes(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
             yield "min and max", ast.Call(swapped, node.args, keywords)
         if isinstance(function, ast.Name) and function.id in SWAPPED:
             yield "min and max", ast.Call(ast.Name(SWAPPED[function.id], ast.Load()), node.args, keywords)
-        for number, keyword in enumerate(keywords):
-            others = [*keywords[:number], *keywords[number + 1 :]]
+        for at, keyword in enumerate(keywords):
+            others = [*keywords[:at], *keywords[at + 1 :]]
             if keyword.arg in ("min", "max") and isinstance(function, ast.Attribute) and function.attr == "clamp":
                 yield "dropped bound", function.value if len(keywords) == 1 else ast.Call(function, node.args, others)
             if keyword.arg in ("descending", "stable") and isinstance(keyword.value, ast.Constant):

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from kvcompress.sweep import config
-from kvcompress.sweep.launcher.compose import compose_once_per_choice
+from kvcompress.sweep.compose import compose_once_per_choice
 
 _made: dict[Any, Any] = {}  # of a choice of groups
 _cells: dict[tuple[str, ...], Any] = {}  # of all overrides but the folder

@@ -125,7 +125,7 @@ def keep_positions(cache: Any, layer: int, wanted: Tensor) -> None:
     """Make a layer keep the positions marked in `wanted [B, H_kv, n]` (by original position)."""
     positions = cache.positions(layer)
     marked = wanted.gather(2, positions.clamp(min=0)) & (positions >= 0)
-    cache.layers[layer].keep(marked)
+    cache.layers[layer].retain(marked)
 
 
 def tensors_of(thing: Any) -> list[Tensor]:

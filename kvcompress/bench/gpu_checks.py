@@ -10,7 +10,7 @@ import inspect
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def fill(session: Session, tokens: int) -> None:
             like = held.get(name)
             channels[name] = like.new_empty(batch, heads, tokens, like.shape[-1]).normal_()
         layer.store, layer.seen = DenseStore(channels, torch.full((batch, heads), tokens)), tokens
-    cache.real = torch.full_like(cache.real, tokens)
+    cache.restore(replace(cache.sequence, real=torch.full_like(cache.real, tokens)))
 
 
 # ---------------------------------------------------------------------- all of them

@@ -60,7 +60,7 @@ def methods_of(text: str) -> dict[str, Method]:
     Raises:
         ValueError: an unknown method or setting, no budget, or nothing.
     """
-    from kvcompress.sweep.config import method_classes
+    from kvcompress.sweep.components import method_classes
 
     known, found = method_classes(), dict[str, Method]()
     for item in filter(None, text.split(",")):

@@ -181,7 +181,7 @@ class Task(ABC):
                 start = time.perf_counter()
                 session.cache = held.fork() if order == "independent" and number < last else held
                 if number and answers[-1].finished[0] == "stop":
-                    session.cache.pending = None
+                    session.cache.keep_pending(None)
                 if turn.ids:
                     ids = torch.tensor([turn.ids], device=device)
                     if number and sample.protocol.get("question") == "seen":

@@ -19,7 +19,8 @@ from kvcompress.cache.encoding import BESIDE
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore, Store
-from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
+from kvcompress.cache.sequence import SequenceState
+from kvcompress.kernels.blockwise import ALL, AttentionParams, blocks, softmax_block, units, visible
 from kvcompress.method.view import Pass
 from kvcompress.models import compat
 
@@ -34,23 +35,23 @@ LEAST = torch.finfo(torch.float32).tiny  # an attention that rounds to nothing: 
 class PassLayer(CompressedLayer):
     """One row of a layer as a pass sees it; holds a copy while attention runs, then notes what it saw and lets go."""
 
+    observing_only = True
+
     def __init__(self, cache: CompressedCache, source: CompressedLayer, row: int, of: Pass):
         super().__init__(cache, source.index)
         self.source, self.row, self.of, self.seen = source, row, of, source.seen
-        self.sealed, self.device, self.dtype = source.sealed, source.device, source.dtype
-        chosen = {name: value[row : row + 1] for name, value in source.codec_state.items()}
-        self.codec_state = chosen
+        self.device = source.device
 
     @property
     def length(self) -> int:
         return self.source.length if self.store is None else self.store.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.store, blocks = one_row(self.source.held(), self.row), self.source.blocks
-        self.blocks = None if blocks is None else blocks.select_rows(torch.tensor([self.row]))
+        self.store = one_row(self.source.held(), self.row)
+        self.encoding = self.source.encoding.select(self.context, torch.tensor([self.row]))
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def observe(self, q: Tensor, features: Features, forward: Forward) -> None:
+    def observe(self, q: Tensor, features: AttentionParams, forward: Forward) -> None:
         """Raise what the observed keys have got to their strongest attention in this pass, `q [1, H, n, D]`."""
         asked = forward.on("positions", q.device)
         got, inside = strongest(q, self.keys_values()[0], self.positions(), asked, self.of, features)
@@ -62,7 +63,7 @@ class PassLayer(CompressedLayer):
         mine.copy_(torch.where(inside[0], torch.maximum(mine, got[0].clamp(min=LEAST)), mine))
         if not isinstance(store, DenseStore):
             store.put("passes", noted)
-        self.store = self.fresh = self.blocks = None
+        self.store = self.current_kv = self.encoding.groups = None
 
 
 def one_row(store: Store, row: int) -> Store:
@@ -76,7 +77,7 @@ def one_row(store: Store, row: int) -> Store:
 
 
 def strongest(
-    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: Features
+    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """The strongest attention that held keys get from the queries of a pass, over query heads and queries, in float32.
 
@@ -126,12 +127,12 @@ def plan(session: Hooks, cache: CompressedCache, forward: Forward, ids: Tensor |
     name = type(session.method).__name__
     if ids is None or ids.dim() != 2:
         raise ValueError(f"{name} repeats the prompt to the model: give input_ids, not inputs_embeds")
-    state, known = cache.full_layers[0].state, ids.long()
+    state, known = cache.sequence, ids.long()
     if forward.real is not None:
         known = known.masked_fill(~forward.on("real", ids.device), -1)
-    if "ids" in state:
-        known = torch.cat([state["ids"], known.to(state["ids"].device)], dim=1)
-    passed = state.get("passed", torch.zeros(len(known), 1, dtype=torch.long))
+    if state.fed is not None:
+        known = torch.cat([state.fed, known.to(state.fed.device)], dim=1)
+    passed = torch.zeros(len(known), 1, dtype=torch.long) if state.passed is None else state.passed
     if forward.phase == "prompt" and cache.cap is not None and compressor.parts.schedule.prompt:
         assert cache.real is not None and compressor.parts.scorer is not None
         passed, limit = passed.clone(), compat.max_positions(session.model)
@@ -145,7 +146,7 @@ def plan(session: Hooks, cache: CompressedCache, forward: Forward, ids: Tensor |
                     )
                 forward.passes.append((row, of))
             passed[row] = len(tokens)
-    state["ids"], state["passed"] = known, passed
+    cache.note_fed(known, passed)
 
 
 @torch.no_grad()
@@ -158,7 +159,7 @@ def run(session: Hooks, cache: CompressedCache, forward: Forward) -> None:
     phase, real = session._phase, session._real
     session._phase, session._real = "pass", None
     try:
-        with session.compressor.clock.running(device):
+        with session.compressor.stats.clock.running(device):
             for row, of in forward.passes:
                 ids = of.ids.to(device)[None]
                 at = torch.arange(ids.shape[1], device=device)[None] + following[row]
@@ -178,19 +179,18 @@ def _next_rotation(forward: Forward, batch: int) -> list[int]:
 
 def _seen_by_row(cache: CompressedCache, row: int, of: Pass) -> CompressedCache:
     """A cache that reads one row of another and keeps nothing."""
-    assert cache.real is not None
     chosen = torch.tensor([row])
-    reading = CompressedCache([], cache.codec, True, cache.rotations)
-    for layer in cache.layers:
-        if isinstance(layer, CompressedLayer):
-            reading.layers.append(PassLayer(reading, layer, row, of))
-        else:  # sliding window: a copy of the row, whose own keys the pass pushes out
-            windowed: Any = copy.copy(layer)
-            windowed.batch_select_indices(chosen.to(windowed.keys.device))
-            reading.layers.append(windowed)
-    reading.real = cache.real[chosen]
-    reading.columns = None if cache.columns is None else cache.columns[chosen]
-    reading.owner, reading.model, reading.turns = cache.owner, cache.model, cache.turns
-    reading.latents = cache.latents
-    reading.shift = None if cache.shift is None else cache.shift[chosen]
-    return reading
+
+    def layers(reading: CompressedCache) -> list[Any]:
+        found: list[Any] = []
+        for layer in cache.layers:
+            if isinstance(layer, CompressedLayer):
+                found.append(PassLayer(reading, layer, row, of))
+            else:  # sliding window: a copy of the row, whose own keys the pass pushes out
+                windowed: Any = copy.copy(layer)
+                windowed.batch_select_indices(chosen.to(windowed.keys.device))
+                found.append(windowed)
+        return found
+
+    one, spec = cache.sequence.select(chosen), replace(cache.spec, limited=True)
+    return CompressedCache(spec, layers, SequenceState(real=one.real, columns=one.columns, shift=one.shift))

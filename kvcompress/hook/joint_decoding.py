@@ -115,7 +115,7 @@ class Member(Session):
         self.batch = batch
 
     def __enter__(self) -> Self:
-        self._rotations, self._open = None, True
+        self._open = True
         return self
 
     @contextmanager
@@ -216,9 +216,9 @@ class Batch:
         for index, layer in enumerate(cache.layers):
             held = [c.layers[index] for c in caches if c is not None]
             assert isinstance(layer, CompressedLayer)
-            layer.gather([one for one in held if isinstance(one, CompressedLayer)])
+            layer.concat_rows([one for one in held if isinstance(one, CompressedLayer)])
             self._before.append(layer.counts.clone())
-        cache.real = torch.cat([c.real for c in caches if c is not None and c.real is not None])
+        cache.advance(None, torch.cat([c.real for c in caches if c is not None and c.real is not None]))
 
     def leave(self, member: Member) -> None:
         """Put what a row has decoded into its session's cache."""
@@ -244,10 +244,10 @@ class Batch:
             own.seen += new
         cache = member.cache
         assert cache.real is not None
-        cache.real = cache.real + new
-        cache.logits = self._logits[row]
+        cache.advance(None, torch.full_like(cache.real, new))
+        cache.keep_logits(self._logits[row])
         cache.note_kept()
-        member.compressor.kernels |= self.host.compressor.kernels
+        member.compressor.stats.merge(self.host.compressor.stats.kernels)
 
     def fall_apart(self) -> None:
         """Give every row back to its session for good."""

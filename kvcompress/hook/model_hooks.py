@@ -6,6 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -15,12 +16,15 @@ from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.forward import Forward, Fusing
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.pages import PagedReader, check_host
+from kvcompress.cache.sequence import CacheSpec
 from kvcompress.hook import (
     attention,  # noqa: F401  (registers the attention function)
     auxiliary,
 )
 from kvcompress.hook.compatibility import check_codec, check_tokenizer
 from kvcompress.hook.compression import Compressor
+from kvcompress.hook.model_facts import ModelFacts
+from kvcompress.hook.scoring import evicts, needs_of
 from kvcompress.hook.static_decode import FixedCache
 from kvcompress.method import Method
 from kvcompress.models import compat, tokenizers
@@ -50,10 +54,10 @@ class Hooks:
             raise ValueError(
                 f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
             )
-        self.compressor = Compressor(method, len(self.full_layers), kernel)
+        compact = method.compact_positions and evicts(method, method.parts())
+        self.facts = ModelFacts(model, needs_of(method), compact)
+        self.compressor = Compressor(method, len(self.full_layers), kernel, self.facts)
         check_tokenizer(self.compressor, self.tokenizer)
-        if self.compressor.needs.output:
-            self.compressor.projections = compat.output_projections(model)
         self.notes = method.notes(model) if self.compressor.limited else []
         self.cache: CompressedCache | None = None
         self._phase: str | None = None
@@ -72,14 +76,10 @@ class Hooks:
         modules = {id(m): m for m in (self.model, compat.base_model(self.model))}.values()
         if any(getattr(m, "_kvcompress_session", None) is not None for m in modules):
             raise ValueError("this model is already being compressed by another session: leave its `with` block first")
-        self._rotations = (
-            compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
-        )
-        if self.compressor.needs.prerope:
-            self.compressor.rotations = self._rotations or compat.rotations(self.model)
+        self.facts.measure()
         if self.compressor.parts.prefill.needs_segments:
             compat.check_reusable(self.model)
-            self.reuse_rotations = self.compressor.rotations or compat.rotations(self.model)
+            self.reuse_rotations = self.facts.rope or compat.rotations(self.model)
         if (self.compressor.parts.codec.needs_rotation or self.compressor.reader.rank) and self._turns is None:
             self._turns = compat.rotations(self.model)
         for note in self.notes:
@@ -153,14 +153,21 @@ class Hooks:
 
     # ------------------------------------------------------------------ what the model's forward passes through
 
-    def new_cache(self) -> CompressedCache:
-        """An empty cache for this model and method."""
-        compressor = self.compressor
-        cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
-        cache.layers[:] = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
-        cache.owner, cache.model, cache.turns = compressor, weakref.ref(self.model), self._turns
-        cache.latents = compat.holds_latents(self.model)
-        return cache
+    def new_cache(self, **changes: Any) -> CompressedCache:
+        """An empty cache for this model and method; `changes` are fields of its `CacheSpec`."""
+        spec = CacheSpec(
+            codec=self.compressor.parts.codec,
+            limited=self.compressor.limited,
+            compact_rope=self.facts.compact_rope,
+            codec_rope=self._turns,
+            latents=compat.holds_latents(self.model),
+            method=self.method,
+            model=weakref.ref(self.model),
+        )
+        return CompressedCache(
+            replace(spec, **changes),
+            lambda cache: compat.new_layers(self.model, lambda index: CompressedLayer(cache, index)),
+        )
 
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -185,24 +192,23 @@ class Hooks:
             raise ValueError("the prompt is empty: give at least one token")
         named["cache"] = cache = self._adopt(named.get("cache"))
         named["use_cache"] = True
-        unchanged = cache.real, cache.prompted, cache.cap, cache.columns, cache.closed, cache.shift
+        unchanged = cache.sequence
         try:
             forward = self._describe(cache, tokens, named.get("attention_mask"))
             self._check_length(cache, forward)
             if named.get("position_ids") is not None:
-                forward.rotated = named["position_ids"]
+                forward = replace(forward, rotated=named["position_ids"])
             if self._turns is not None:
                 cache.note_shift(forward)
             auxiliary.plan(self, cache, forward, named.get("input_ids"))
         except ValueError:  # a refused forward leaves no trace
-            cache.real, cache.prompted, cache.cap, cache.columns, cache.closed, cache.shift = unchanged
+            cache.restore(unchanged)
             raise
-        cache.forward = forward
+        cache.begin(forward)
         if cache.columns is not None and named.get("attention_mask") is None:
             named["attention_mask"] = cache.columns.to(tokens.device)
         self.cache = cache
         self._outer, self._inner_due = module, module is self.model
-        cache.broken = True  # until the forward has ended: an interrupt runs no hook
         return (), named
 
     def _adopt(self, cache: Any) -> CompressedCache:
@@ -214,12 +220,10 @@ class Hooks:
                 raise ValueError(
                     "a failed forward left this cache half written: start again, or go on from a fork() made before"
                 )
-            if cache.model is None or cache.model() is not self.model:
+            if cache.spec.model is None or cache.spec.model() is not self.model:
                 raise ValueError("this cache was filled by another model: prefill it again in this session")
-            if cache.owner is not self.compressor:
-                if not isinstance(cache.owner, Compressor) or cache.owner.method != self.method:
-                    raise ValueError("this cache was made by another method: prefill it again in this session")
-                cache.owner = self.compressor
+            if cache.spec.method is not self.method and cache.spec.method != self.method:
+                raise ValueError("this cache was made by another method: prefill it again in this session")
             return cache
         if compat.is_empty_dynamic(cache):
             if not hasattr(cache, "_kvcompress"):
@@ -258,8 +262,7 @@ class Hooks:
         else:
             added = real.sum(1)
             positions = torch.where(real, before[:, None] + real.long().cumsum(1) - 1, -1)
-        self._note_columns(cache, real, batch, length)
-        cache.real = before + added
+        cache.advance(real, added)
         phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
         prefill = self.compressor.parts.prefill
         if phase == "prompt" and self._phase is None and prefill.needs_segments:
@@ -269,13 +272,16 @@ class Hooks:
                 "prefill=oneshot"
             )
         if phase == "prompt":
+            assert cache.real is not None
             self._check_host(batch, cache.real)
-            cache.prompted = cache.real
-            cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
+            cache.begin_prompt(self.method.cap(cache.real) if self.compressor.limited else None)
         columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
         fires = self._read_tokens(cache, tokens, real, phase)
         fusion = self._fusion if phase == "prompt" else None  # a scorer's extra passes are whole
-        return Forward(phase, length, real, positions.int(), added, columns, fires=fires, fusion=fusion)
+        observer = self.compressor
+        return Forward(
+            phase, length, real, positions.int(), added, columns, fires=fires, fusion=fusion, observer=observer
+        )
 
     def _read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
         """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.
@@ -284,8 +290,6 @@ class Hooks:
             ValueError: embeddings were given where the schedule needs ids.
         """
         schedule = self.compressor.parts.schedule
-        if phase == "prompt":
-            cache.closed = None
         if phase != "decode" or not self.compressor.limited or not (schedule.newline_ids or schedule.until_ids):
             return None
         if tokens.dim() != 2:
@@ -296,19 +300,8 @@ class Hooks:
             return torch.isin(ids, torch.tensor(wanted, dtype=torch.long)).any(1)
 
         if schedule.until_ids:
-            ended = among(schedule.until_ids)
-            cache.closed = ended if cache.closed is None else cache.closed | ended
+            cache.close_rows(among(schedule.until_ids))
         return among(schedule.newline_ids) if schedule.newline_ids else None
-
-    @staticmethod
-    def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:
-        if real is None and cache.columns is None:
-            return
-        old = (
-            cache.columns if cache.columns is not None else torch.ones(batch, cache.get_seq_length(), dtype=torch.bool)
-        )
-        new = real if real is not None else torch.ones(batch, length, dtype=torch.bool)
-        cache.columns = torch.cat([old, new], dim=1)
 
     def _check_length(self, cache: CompressedCache, forward: Forward) -> None:
         limit = compat.max_positions(self.model)
@@ -317,7 +310,7 @@ class Hooks:
         assert cache.real is not None
         longest = (
             int(cache.real.max())
-            if self._rotations is None or cache.full_layers[0].store is None
+            if cache.spec.compact_rope is None or cache.full_layers[0].store is None
             else int(cache.held_rows().max()) + forward.length
         )
         if longest > limit:
@@ -329,7 +322,7 @@ class Hooks:
     def _check_host(self, batch: int, real: Tensor) -> None:
         reader = self.compressor.reader
         if isinstance(reader, PagedReader):
-            per_token = reader.hosted(*compat.head_sizes(self.model)[0]) * torch.finfo(self.model.dtype).bits // 8
+            per_token = reader.host_numbers(*compat.head_sizes(self.model)[0]) * torch.finfo(self.model.dtype).bits // 8
             check_host(reader, self.full_layers, batch, int(real.max()), per_token)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -345,30 +338,12 @@ class Hooks:
             if whole and forward.phase != "pass":
                 auxiliary.run(self, cache, forward)
                 self.compressor.end_of_forward(cache)
-                self.note_moment(cache, forward)
+                cache.note_moment(forward.phase)
             broken = output is None
         finally:
-            cache.forward = None
-            cache.broken = broken
+            cache.end(complete=not broken)
             self._inner_due = False
-            cache.logits = cache.pending = None  # a session that ran this forward sets them again
-
-    def note_moment(self, cache: CompressedCache, forward: Forward) -> None:
-        if not cache.full_layers:
-            return
-        cache.note_kept()
-        if forward.phase == "decode":
-            return
-        nbytes = cache.nbytes()
-        cache.moments.append(
-            {
-                "moment": forward.phase,
-                "seen": cache.get_seq_length(),
-                "tokens_held": float(cache.kept_tokens().double().mean()),
-                "bytes_valid": nbytes["valid"],
-                "bytes_allocated": nbytes["allocated"],
-            }
-        )
+            cache.keep_logits(None)  # a session that ran this forward sets them again
 
     # ------------------------------------------------------------------ model.generate
 

@@ -10,9 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
-from kvcompress.cache.retention_map import kept as kept_positions
+from kvcompress.cache.retention_map import retention_map
 from kvcompress.cache.traffic import per_token, skipped
-from kvcompress.common.clock import Clock
 from kvcompress.hook.generation import Generation, check_sampling, generate
 from kvcompress.hook.stepper import Stepping
 from kvcompress.method import Method
@@ -99,8 +98,7 @@ class Session(Stepping):
         if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
             raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         self.cache = cache
-        self.compressor.clock = Clock()
-        self.compressor.kernels.clear()
+        self.compressor.stats.reset()
         self._fixed = self._eager_for = None
         start = time.perf_counter()
         if how is None and self.shared is not None and self.shared.serves(cache, segments, mask):
@@ -129,7 +127,7 @@ class Session(Stepping):
         cache = self._current()
         mask = self._new_columns(cache, ids, mask)
         limit = compat.max_positions(self.model)
-        if chunk is None and self._rotations is not None and limit is not None and ids.shape[1] > limit:
+        if chunk is None and self.facts.compact_rope is not None and limit is not None and ids.shape[1] > limit:
             chunk = self._streaming_chunk(limit)
         logits = None
         for start in range(0, ids.shape[1], chunk or ids.shape[1]):
@@ -223,7 +221,7 @@ class Session(Stepping):
         output = generate(
             self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch, min_new_tokens, until
         )
-        cache.pending = output.pending
+        cache.keep_pending(output.pending)
         return output
 
     @torch.no_grad()
@@ -250,7 +248,7 @@ class Session(Stepping):
         for start in range(0, ids.shape[1] - 1, length):
             part = ids[:, start : min(start + length, ids.shape[1] - 1)]
             yield self._forward(phase, part, None, every=True)
-        cache.pending = ids[:, -1:]
+        cache.keep_pending(ids[:, -1:])
 
     # ------------------------------------------------------------------ reporting
 
@@ -280,29 +278,29 @@ class Session(Stepping):
                 "bytes_tables": held["tables"],
                 "bytes_scores": held["scores"],
                 "kept_tokens_mean": float(kept.double().mean()),
-                "kept_tokens_max": max(cache.kept_max, int(kept.max())),
+                "kept_tokens_max": max(cache.sequence.kept_max, int(kept.max())),
                 **per_token(cache, batch),
                 "storage": "real",
             },
             "nbytes": held,
             "active": evicted > 0
-            or any(layer.sealed or skipped(layer) for layer in cache.full_layers)
-            or bool(cache.reuse and cache.reuse["tokens_reused"] > 0),
+            or any(layer.encoding.is_encoded or skipped(layer) for layer in cache.full_layers)
+            or bool(cache.sequence.reuse and cache.sequence.reuse["tokens_reused"] > 0),
             "evicted": evicted,
-            "clamped": cache.clamped,
+            "clamped": cache.sequence.clamped,
             "notes": [*self.notes, *self._reuse_notes(cache)],
             "kept_per_layer": kept.double().mean(dim=(1, 2)).tolist(),
-            "kernel": "+".join(sorted(self.compressor.kernels)),
+            "kernel": "+".join(sorted(self.compressor.stats.kernels)),
             "step": dict(self.stepped),
-            "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},
-            "moments": list(cache.moments),
-            **({} if cache.reuse is None else {"reuse": dict(cache.reuse)}),
-            **(kept_positions(cache) if kept_map else {}),
+            "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.stats.seconds},
+            "moments": list(cache.sequence.moments),
+            **({} if cache.sequence.reuse is None else {"reuse": dict(cache.sequence.reuse)}),
+            **(retention_map(cache) if kept_map else {}),
         }
 
     def _reuse_notes(self, cache: CompressedCache) -> list[str]:
         prefill = self.compressor.parts.prefill
-        if not prefill.needs_segments or cache.reuse is not None:
+        if not prefill.needs_segments or cache.sequence.reuse is not None:
             return []
         return [f"prefill={prefill.name} had nothing to reuse: a prompt of one segment is all question"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcompress.cache.forward import Forward
+from kvcompress.cache.forward import Forward, hand_over
 from kvcompress.cache.layouts import DenseStore, RaggedStore
 from kvcompress.common.memory import is_oom
-from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block, visible
+from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block, visible
 from kvcompress.models import compat
 
 Tensor = torch.Tensor
@@ -51,16 +51,14 @@ class FixedLayer(compat.CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
     ) -> tuple[Tensor, Tensor]:
         """Write a new token `[B, H_kv, 1, D]`, and hand this layer on to the attention function."""
-        if kwargs is None:
-            raise RuntimeError("this model's attention does not hand its keyword arguments to cache.update()")
+        hand_over(kwargs, self)
         assert self.keys is not None and self.values is not None
-        kwargs["kv_layer"] = self
         self.keys.index_copy_(2, self.column, key_states)
         self.values.index_copy_(2, self.column, value_states)
         self.positions.index_copy_(2, self.column, self.position.expand(-1, self.positions.shape[1], -1))
         return self.keys, self.values
 
-    def attend(self, q: Tensor, features: Features) -> Tensor:
+    def attend(self, q: Tensor, features: AttentionParams) -> Tensor:
         """Output `[B, H, 1, D]` of a single query `[B, H, 1, D]` over all slots that hold a token."""
         assert self.keys is not None and self.values is not None
         allowed = visible(self.positions, self.position[:, 0], features.window)
@@ -135,13 +133,16 @@ def unfit(cache: Any) -> str | None:
             return "nothing is held yet"
         if isinstance(layer.store, RaggedStore):
             return f"layer {layer.index} holds different numbers of tokens in its rows or heads, as allocators per head leave"
-        if not isinstance(layer.store, DenseStore) or layer.blocks is not None or layer.sealed:
+        if not isinstance(layer.store, DenseStore) or layer.encoding.is_encoded:
             return f"layer {layer.index} holds another form than keys and values"
         if {*layer.store.channels} < {"keys", "values", "positions"} or layer.store.get("keys").shape[
             1
         ] != layer.store.heads:
             return f"layer {layer.index} holds one head's tensors for several"
-    if len({layer.device for layer in cache.full_layers}) != 1 or cache.full_layers[0].device != cache.model().device:
+    if (
+        len({layer.device for layer in cache.full_layers}) != 1
+        or cache.full_layers[0].device != cache.spec.model().device
+    ):
         return "the model is spread over several devices"
     return None
 

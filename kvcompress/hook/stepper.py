@@ -91,7 +91,7 @@ class Stepping(Hooks):
             self._refuse(reason)
             self._eager_for = cache
         else:
-            self.compressor.kernel("sdpa")
+            self.compressor.stats.note_kernel("sdpa")
             self.stepped.update(how=how, why=None)
         self._synchronise()
         self.stepped["ready_s"] = max(self.stepped["ready_s"], time.perf_counter() - start)
@@ -123,14 +123,15 @@ class Stepping(Hooks):
             forward = self._describe(cache, ids, None)
         finally:
             self._phase = self._real = None
-        cache.broken = True  # until it has ended: an interrupt leaves it half written
+        cache.begin(forward)  # an interrupt leaves it half written
         logits = fixed_step(ids, forward)
         if previous is not None and not bool(rows.all()):  # a row that got nothing keeps what it had
             logits = torch.where(rows.to(logits.device)[:, None], logits, previous)
         for layer in cache.full_layers:
             layer.seen += 1
         cache.note_kept()
-        cache.logits, cache.pending, cache.broken = logits, None, False
+        cache.keep_logits(logits)
+        cache.end()
         return logits
 
     # ------------------------------------------------------------------ through the model
@@ -169,7 +170,7 @@ class Stepping(Hooks):
             logits = output.logits[rows, (last - first).clamp(min=0).to(rows.device)]
         if previous is not None and not bool(any_real.all()):  # a row that got nothing keeps what it had
             logits = torch.where(any_real.to(logits.device)[:, None], logits, previous)
-        cache.logits = logits
+        cache.keep_logits(logits)
         return output.logits if every else logits
 
     @staticmethod

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from kvcompress.kernels.blockwise import Features, group_queries
+from kvcompress.kernels.blockwise import AttentionParams, group_queries
 
 Tensor = torch.Tensor
 
 
 def lane_attention(
-    q: Tensor, k: Tensor, v: Tensor, empty: Tensor, owners: Tensor, heads: int, features: Features
+    q: Tensor, k: Tensor, v: Tensor, empty: Tensor, owners: Tensor, heads: int, features: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over lanes, summed in float32.
 

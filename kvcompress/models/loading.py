@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcompress.common.cache_folder import cache_dir
 from kvcompress.models.packaged_models import EMBEDDED, Embedded, joined, pieces_of
 from kvcompress.models.placement import resolve_device, resolve_dtype
 from kvcompress.models.random_models import FULL, SMALL, byte_tokenizer, random_config, random_model
@@ -183,11 +184,6 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
         special = tokenizer.get_added_vocab()
         found.update(special[mark] for mark in TURN_ENDS if mark in special and mark in tokenizer.chat_template)
     return tuple(sorted(found))
-
-
-def cache_dir() -> Path:
-    """Where converted models are kept: `KVCOMPRESS_CACHE`, else `~/.cache/kvcompress`."""
-    return Path(os.environ.get("KVCOMPRESS_CACHE") or Path.home() / ".cache" / "kvcompress").expanduser()
 
 
 def _load_random(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcompress.cache.cache import CompressedCache
+from kvcompress.cache.forward import LayerCall, hand_over
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore
 from kvcompress.method.parts import Plain
@@ -59,10 +59,8 @@ def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[Chunk
 @torch.no_grad()
 def chunk_rows(session: Session, ids: Tensor, lead: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `lead`."""
-    cache, before = CompressedCache([], Plain(), False), session.cache
-    cache.layers[:] = compat.new_layers(session.model, lambda i: CompressedLayer(cache, i))
+    cache, before = session.new_cache(codec=Plain(), limited=False, compact_rope=None, codec_rope=None), session.cache
     hold_all(cache)
-    cache.owner, cache.model = session.compressor, weakref.ref(session.model)
     text = torch.cat([torch.tensor(list(lead), dtype=torch.long), ids.reshape(-1).cpu()])
     try:
         session.cache = cache
@@ -83,21 +81,20 @@ class WindowLayer(CompressedLayer):
     """Stands in for a sliding layer while a prompt is made: holds all of its tokens, and masks by the window."""
 
     temporary = True
-    full_width = 0  # no part of what a cache is measured by
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
     ) -> tuple[Tensor, Tensor]:
-        forward = self.holder().forward
-        assert kwargs is not None and forward is not None
-        kwargs["kv_layer"] = self
+        forward = self.context().forward
+        assert forward is not None
+        hand_over(kwargs, LayerCall(self, forward))
         if forward.fusion is not None:
             key_states, value_states = forward.fusion.fuse(self.index, key_states, value_states)
         positions = forward.on("positions", key_states.device)[:, None]
         counts = forward.added[:, None].expand(-1, key_states.shape[1])
         self.store = DenseStore({"keys": key_states, "values": value_states, "positions": positions}, counts)
-        self.seen, self.fresh = key_states.shape[2], (key_states, value_states)
-        return self.fresh
+        self.seen, self.current_kv = key_states.shape[2], (key_states, value_states)
+        return self.current_kv
 
     def keys_values(self) -> tuple[Tensor, Tensor]:
         return self.held().get("keys"), self.held().get("values")

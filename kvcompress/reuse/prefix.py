@@ -95,7 +95,7 @@ def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
     reused = ends[len(chunks) - 1] if chunks else 0
     loaded, missing = sum(chunk.nbytes for chunk in chunks), spans[len(chunks) :]
     cache = session.cache
-    direct = cache.codec.name == "plain" and cache.rotations is None
+    direct = cache.spec.codec.name == "plain" and cache.spec.compact_rope is None
     if missing:
         scratch = cache if direct else _exact(session)
         session.cache = scratch
@@ -110,28 +110,28 @@ def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
     prefilled = session.forward_prompt(whole[:, ends[-1] if ends else 0 :], None)
     did = store.stats.since(before)
     computed = whole.shape[1] - reused
-    cache.reuse = {
-        "context_tokens": sum(sizes[:-1]),
-        "question_tokens": sizes[-1],
-        "tokens_reused": reused,
-        "tokens_recomputed": sum(sizes[:-1]) - reused,
-        "recompute_share": computed / whole.shape[1],
-        "chunks": len(spans),
-        "chunks_computed": len(missing),
-        "bytes_loaded": loaded,
-        "bytes_from_disk": int(did["bytes_from_disk"]),
-        "load_s": did["load_s"],
-        "precompute_s": 0.0,
-        "store_s": spent,
-    }
+    cache.note_reuse(
+        {
+            "context_tokens": sum(sizes[:-1]),
+            "question_tokens": sizes[-1],
+            "tokens_reused": reused,
+            "tokens_recomputed": sum(sizes[:-1]) - reused,
+            "recompute_share": computed / whole.shape[1],
+            "chunks": len(spans),
+            "chunks_computed": len(missing),
+            "bytes_loaded": loaded,
+            "bytes_from_disk": int(did["bytes_from_disk"]),
+            "load_s": did["load_s"],
+            "precompute_s": 0.0,
+            "store_s": spent,
+        }
+    )
     return prefilled
 
 
 def _exact(session: Any) -> CompressedCache:
     """An empty cache that holds keys and values as the model makes them."""
-    cache = session.new_cache()
-    cache.codec, cache.rotations, cache.limited = Plain(), None, False
-    return cache
+    return session.new_cache(codec=Plain(), compact_rope=None, limited=False)
 
 
 def _keep(store: KVStore, cache: CompressedCache, whole: Tensor, start: int, end: int) -> ChunkKV:
@@ -157,11 +157,11 @@ def place(session: Any, ids: Tensor, chunks: Sequence[ChunkKV]) -> None:
     finally:
         session._phase = before
     auxiliary.plan(session, cache, forward, ids)
-    cache.forward, cache.broken = forward, True
+    cache.begin(forward)
     modules = compat.decoder_layers(session.model)
     for index, (layer, module) in enumerate(zip(cache.layers, modules, strict=True)):
         pairs, device = [chunk.layer(index) for chunk in chunks], next(module.parameters()).device
         keys, values = (torch.cat([pair[side] for pair in pairs], dim=2).to(device) for side in (0, 1))
         layer.update(keys, values, kwargs={})
-        layer.fresh = None
-    cache.forward, cache.broken = None, False
+        layer.end_attention()
+    cache.end()

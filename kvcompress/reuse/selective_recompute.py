@@ -141,7 +141,7 @@ class Fusion:
             at = at if self.stay is None else at.index_select(0, self.stay.cpu())
             rotated = forward.rotated.index_select(-1, at.to(forward.rotated.device))
             positions = forward.positions.index_select(-1, at)
-            self._narrowed = replace(forward, positions=positions, rotated=rotated, _moved={})
+            self._narrowed = replace(forward, positions=positions, rotated=rotated)
         return self._narrowed
 
     def widened(self, output: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def _fused(
         with attached(session, fusion):
             logits = session._forward("prompt", ids, None)
         assert cache.real is not None
-        cache.reuse = {"ratio": plan.ratio, **_report(fusion, reused, len(chunks), computed, precompute_s)}
+        cache.note_reuse({"ratio": plan.ratio, **_report(fusion, reused, len(chunks), computed, precompute_s)})
     return Prefilled(cache, logits, cache.real.clone())
 
 

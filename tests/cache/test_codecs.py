@@ -178,7 +178,7 @@ def test_a_codec_is_shown_the_prompts_last_queries_once_and_keeps_a_state_with_i
             assert seen == [[[20, 21, 22, 23], [11, 12, 13, 14]]] * 3
             layer, fork = session.cache.layers[1], session.cache.fork()
             fork.reorder_cache(torch.tensor([1, 0]))
-            assert torch.equal(fork.layers[1].codec_state["mean"], layer.codec_state["mean"].flip(0))
+            assert torch.equal(fork.layers[1].encoding.state["mean"], layer.encoding.state["mean"].flip(0))
             assert fork.nbytes() == session.cache.nbytes()
             assert "queries" not in layer.state
 

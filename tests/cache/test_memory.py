@@ -65,7 +65,7 @@ def test_bytes_after_eviction_follow_the_budget(name, budget):
         session.prefill(random_ids(1, length))
         sizes = session.cache.nbytes()
         held, block = held_bytes(session.cache), block_bytes(session.cache)
-        queries = [layer.state[name] for layer in session.cache.full_layers for name in layer.state if "quer" in name]
+        queries = [tensor for layer in session.cache.full_layers if layer.queries for tensor in layer.queries.tensors]
         held -= storage_bytes(queries)
         assert sizes["scores"] >= storage_bytes(queries)
         report = session.report()["kv"]
@@ -139,7 +139,7 @@ def test_a_kept_slice_is_a_copy(which):
             kept[:, 0, :80] = kept[:, 1, :20] = True
         before = cache.keys_values(0)[0][kept]
         for layer in cache.layers:
-            layer.keep(kept)
+            layer.retain(kept)
         positions, keys = cache.positions(0), cache.keys_values(0)[0]
         assert torch.equal(keys[positions >= 0], before)
         assert (positions >= 0).sum() == 100

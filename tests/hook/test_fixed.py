@@ -20,7 +20,7 @@ from kvcompress.cache.layouts.dense import rounded
 from kvcompress.hook import static_decode
 from kvcompress.methods import H2O, KIVI, AdaKV, Full, Quest, SnapKV
 from kvcompress.sweep import config
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.scheduler import Scheduler
 
 CONF = Path(kvcompress.conf.__file__).resolve().parent
 
@@ -247,7 +247,7 @@ def test_a_cell_says_in_its_record_how_it_stepped_and_has_an_id_of_its_own(tmp_p
     for decode, method in (("eager", "snapkv"), ("static", "snapkv"), ("auto", "h2o")):
         arguments = [*common, f"method={method}", "budget=0.5", f"decode={decode}", f"paths.results={tmp_path}"]
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            outcome = Runner(Console(file=io.StringIO()))(compose("config", arguments))
+            outcome = Scheduler(Console(file=io.StringIO()))(compose("config", arguments))
         assert outcome.status == "ok", outcome.note
         records[decode] = outcome.record
     assert [records[decode]["protocol.step"] for decode in records] == ["eager", "static", "eager"]
@@ -255,7 +255,7 @@ def test_a_cell_says_in_its_record_how_it_stepped_and_has_an_id_of_its_own(tmp_p
     assert "evicts while decoding" in records["auto"]["protocol.step_why"]
     assert records["static"]["score"] == records["eager"]["score"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        outcome = Runner(Console(file=io.StringIO()))(compose("config", [*common, "method=full", "decode=fast"]))
+        outcome = Scheduler(Console(file=io.StringIO()))(compose("config", [*common, "method=full", "decode=fast"]))
     assert outcome.status == "refused" and "decode='fast'" in outcome.note
 
 

@@ -131,7 +131,7 @@ def test_the_window_of_a_decode_schedule_holds_appended_queries():
         session.prefill(random_ids(1, 24))
         session.append(random_ids(1, 10, 1))
         session.step(random_ids(1, 1, 2))
-        assert session.cache.layers[1].state["query_positions"].tolist() == [[31, 32, 33, 34]]
+        assert session.cache.layers[1].queries.positions.tolist() == [[31, 32, 33, 34]]
 
 
 @torch.no_grad()

@@ -108,7 +108,7 @@ def test_the_attention_of_the_widest_window_is_computed_once_for_all_methods(mon
         with compress(model, method, shared=shared) as session:
             session.prefill(ids)
     assert computed == [window] * len(shared.cache.layers)
-    kept = [layer.windows[window][0] for layer in shared.cache.full_layers]
+    kept = [layer.shared_window_attention[window][0] for layer in shared.cache.full_layers]
     assert held == sum(p.numel() * 4 for p in kept)
     for method, before in zip(methods, alone, strict=True):
         assert_same(before, followed(model, method, ids, shared))

@@ -14,7 +14,7 @@ from small_models import small_model
 from kvcompress import compress
 from kvcompress.hook.compression import Compressor
 from kvcompress.kernels import blockwise, triton_mass
-from kvcompress.kernels.blockwise import Features
+from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.methods import H2O
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -73,7 +73,7 @@ def test_the_kernel_sums_what_a_dense_softmax_gives(sizes, group, dtype):
     """Whole prompts and later chunks, grouped queries, both types."""
     n, held = sizes
     q, k, asked, positions = case(1, 2, group, n, held, 24, dtype)
-    features = Features(24**-0.5)
+    features = AttentionParams(24**-0.5)
     expected, lse = dense(q, k, asked, positions, features)
     for plain in (True, False):
         found = triton_mass.mass(q, k, asked[:1], positions[:, :1], features, plain=plain)
@@ -99,7 +99,7 @@ def test_the_kernel_sums_what_a_dense_softmax_gives(sizes, group, dtype):
 )
 def test_padding_windows_soft_caps_and_weights_count(kv, group, n, held, window, softcap, weighted, ordered, seed):
     q, k, asked, positions = case(2, kv, group, n, held, 16, seed=seed, empty=True)
-    features = Features(0.25, window=window, softcap=softcap)
+    features = AttentionParams(0.25, window=window, softcap=softcap)
     weights = torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) if weighted else None
     expected, _ = dense(q, k, asked, positions, features, weights)
     found = triton_mass.mass(q, k, asked, positions, features, ordered, False, weights)
@@ -113,8 +113,8 @@ def test_the_same_sums_come_every_time_and_lie_only_where_a_query_looks():
     q, k, asked, positions = case(1, 1, 2, 200, 0, 16)
     few, looked = q[:, :, :90].contiguous(), asked[:, :90]
     k[:, :, 90:] = float("nan")  # what no query sees is neither counted nor spoils the rest
-    found = triton_mass.mass(few, k, looked, positions, Features(0.25), ordered=False)
-    assert torch.equal(found, triton_mass.mass(few, k, looked, positions, Features(0.25), ordered=False))
+    found = triton_mass.mass(few, k, looked, positions, AttentionParams(0.25), ordered=False)
+    assert torch.equal(found, triton_mass.mass(few, k, looked, positions, AttentionParams(0.25), ordered=False))
     assert bool((found[..., 90:] == 0).all()) and abs(float(found.sum()) - 2 * 90) <= 1e-3, "every query gives 1"
 
 
@@ -122,7 +122,7 @@ def test_the_same_sums_come_every_time_and_lie_only_where_a_query_looks():
 def test_sinks_are_refused():
     q, k, asked, positions = case(1, 1, 1, 4, 0, 16)
     with pytest.raises(ValueError, match="sinks"):
-        triton_mass.mass(q, k, asked, positions, Features(0.25, sinks=torch.zeros(1)))
+        triton_mass.mass(q, k, asked, positions, AttentionParams(0.25, sinks=torch.zeros(1)))
 
 
 @needs_triton
@@ -167,7 +167,7 @@ def test_blocks_on_a_cpu_sum_what_a_dense_softmax_gives(sizes, group, dtype, mon
     n, held, window = sizes
     monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 16)
     q, k, asked, positions = case(2, 2, group, n, held, 24, dtype, empty=True)
-    features = Features(24**-0.5, window=window)
+    features = AttentionParams(24**-0.5, window=window)
     weights = 0.95 ** (asked.amax(1, keepdim=True) - asked).float()
     weights[asked < 0] = 0.0
     sums = torch.zeros(2, 2, group, held + n)

@@ -16,8 +16,8 @@ from kvcompress.measure.footprint import Line, Needs, fits, prompt_of, rows, sea
 from kvcompress.measure.latency import Shape, batch_ids, prompt_ids
 from kvcompress.measure.measuring import hardware
 from kvcompress.methods import Full, SnapKV
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.record import read_rows
-from kvcompress.sweep.run import Runner
 from kvcompress.tasks import Memory
 
 MEASURED = (
@@ -162,7 +162,7 @@ def run(tmp_path):
 
     def go(*overrides):
         fixed = ["model=random", "task=memory", *tiny, "device=cpu", f"paths.results={tmp_path}", "sweep.name=test"]
-        return Runner(Console(file=io.StringIO()))(composed(*fixed, "paths.data=null", *overrides))
+        return Scheduler(Console(file=io.StringIO()))(composed(*fixed, "paths.data=null", *overrides))
 
     return go
 

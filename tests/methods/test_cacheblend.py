@@ -469,7 +469,8 @@ def test_a_window_of_queries_is_the_last_recomputed_ones_at_their_positions():
 
         def spy(at):
             if at.forward.phase == "prompt":
-                queries[at.layer.index] = at.layer.state["queries"].clone(), at.layer.state["query_positions"].clone()
+                held = at.layer.queries
+                queries[at.layer.index] = held.queries.clone(), held.positions.clone()
             plain(at)
 
         session.compressor.decide = spy

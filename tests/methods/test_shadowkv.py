@@ -9,7 +9,7 @@ from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.cache import pages
-from kvcompress.cache.layouts import Rebuilt
+from kvcompress.cache.layouts import LowRankKeyPages
 from kvcompress.method import Reader
 from kvcompress.method.budget import NotTogether
 from kvcompress.methods import Full, Int8, ShadowKV, SnapKV
@@ -132,7 +132,7 @@ def test_values_on_the_host_are_the_full_caches_and_keys_are_the_best_of_their_r
         session.prefill(ids)
         for t in range(12):
             session.step(random_ids(1, 1, t))
-        layer, turns = session.cache.layers[0], session.cache.turns[0]
+        layer, turns = session.cache.layers[0], session.cache.spec.codec_rope[0]
         store, tiers = layer.store, session.cache.tiers(0)
         keys, values = session.cache.keys_values(0)
         assert list(store.host.channels) == ["values"] and int(store.host.written.min()) == 15
@@ -144,7 +144,7 @@ def test_values_on_the_host_are_the_full_caches_and_keys_are_the_best_of_their_r
         assert store.host.moved["rebuilt"] * 16 == stay * rank, (
             "a value of 16 numbers moved, a key made of as many as the rank"
         )
-        outliers = layer.state["page_outliers"]
+        outliers = layer.reader_state["outliers"]
     whole, at = exact[0][0], torch.arange(60)[None, None]
     before = turns.unrotate(whole, at).transpose(1, 2).flatten(2)[0]
     u, s, vh = torch.linalg.svd(before, full_matrices=False)
@@ -171,7 +171,7 @@ def test_the_error_of_rebuilt_keys_is_the_least_of_each_rank():
     everything[1, :, 4:] = False
     before = None
     for rank in (1, 3, 6, 11, 12, 40):
-        found = Rebuilt.of(keys, torch.zeros(2, 24), counts, 4, rank, lambda x, at: x)
+        found = LowRankKeyPages.of(keys, torch.zeros(2, 24), counts, 4, rank, lambda x, at: x)
         got = found.pages(everything)
         wanted = torch.cat([keys[0].view(-1, 4, 4), keys[1, :, :16].reshape(-1, 4, 4)])
         error = float((got - wanted).norm())

@@ -42,7 +42,7 @@ def test_the_channels_held_are_those_a_loop_finds(groups, pruned):
             reference.forward(ids, mask)
             for layer in session.cache.layers:
                 query, keys, _ = reference.captured[layer.index]
-                chosen = layer.codec_state["channels"]
+                chosen = layer.encoding.state["channels"]
                 kept = max(1, round((1 - pruned) * 16))
                 assert layer.store.get("keys").shape[-1] == chosen.shape[-1] == kept
                 for row in range(2):

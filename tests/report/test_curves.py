@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvcompress.commands.report import main
 from kvcompress.common import hashing
 from kvcompress.report import curves, iso_bytes
-from kvcompress.report.cli import main
 from kvcompress.report.curves import by_budget, by_bytes, draw_all
 from kvcompress.report.run_index import gather as load
 from kvcompress.report.series import COLOURS, MARKERS, family, rows, series, spread

@@ -15,8 +15,8 @@ from test_curves import group
 from test_report import make
 
 import kvcompress.report
+from kvcompress.commands.report import main
 from kvcompress.report import curves
-from kvcompress.report.cli import main
 from kvcompress.report.external import PUBLISHED, belongs, load_foreign, load_published, points
 from kvcompress.report.external_tables import relevant
 from kvcompress.report.frame import documented

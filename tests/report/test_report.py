@@ -9,9 +9,9 @@ import json
 import pytest
 from rich.console import Console
 
+from kvcompress.commands.report import main
 from kvcompress.common import hashing
 from kvcompress.report import figure, heatmap
-from kvcompress.report.cli import main
 from kvcompress.report.heatmap import grid
 from kvcompress.report.run_index import gather as load
 from kvcompress.report.run_index import label

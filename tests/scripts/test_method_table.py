@@ -12,7 +12,7 @@ from helpers import load_script
 from kvcompress.method import Method, Needs, Schedule, Scorer
 from kvcompress.methods import CAKE, H2O, METHODS, TOVA, Full, KeyDiff, LagKV, PyramidKV, SnapKV
 from kvcompress.sweep import method_table
-from kvcompress.sweep.config import method_classes
+from kvcompress.sweep.components import method_classes
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from kvcompress.sweep import config
-from kvcompress.sweep.launcher.compose import Composer
+from kvcompress.sweep.compose import Composer
 
 CELLS = [
     ["method=snapkv", "budget=0.5"],

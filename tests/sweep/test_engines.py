@@ -7,13 +7,14 @@ import signal
 import time
 
 import pytest
-from sweeps import SHORT, Runner, cell, cells, forked, left, sweep
+from sweeps import SHORT, cell, cells, forked, left, sweep
 from test_commands import clean_hydra, command  # noqa: F401  (a fixture)
 
 from kvcompress.sweep import record
 from kvcompress.sweep.launcher import engines
+from kvcompress.sweep.launcher.options import Options
 from kvcompress.sweep.launcher.plugin import SharedLauncher
-from kvcompress.sweep.launcher.work import Options
+from kvcompress.sweep.launcher.scheduler import Scheduler
 
 SETTINGS = {
     "joblib": [],
@@ -56,7 +57,7 @@ def test_a_job_that_fails_to_start_leaves_its_cells_failed_and_the_others_finish
                 yield number, sweep([configs[index] for index in part])[0]
 
     configs = [cell(tmp_path, "method=snapkv", "budget=0.5", f"seed={seed}", "limit=1") for seed in range(2)]
-    outcomes = Runner().sweep(configs, Options(), elsewhere)
+    outcomes = Scheduler().sweep(configs, Options(), elsewhere)
     assert [outcome.status for outcome in outcomes] == ["failed", "ok"]
     assert "the node went away" in outcomes[0].note
 
@@ -70,7 +71,7 @@ def test_groups_that_are_finished_are_no_jobs(tmp_path):
         handed.extend(groups)
         yield 0, sweep(configs[1:])[0]
 
-    outcomes = Runner().sweep(configs, Options(), elsewhere)
+    outcomes = Scheduler().sweep(configs, Options(), elsewhere)
     assert handed == [[1]] and [outcome.status for outcome in outcomes] == ["done", "ok"]
 
 

@@ -22,8 +22,8 @@ from kvcompress.data.task import Sample, Turn
 from kvcompress.method import Method, Schedule
 from kvcompress.methods import H2O, Full, SnapKV
 from kvcompress.models.random_models import byte_tokenizer
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.references import FOLDER, References, _read
-from kvcompress.sweep.run import Runner
 from kvcompress.tasks import Fidelity
 
 SHORT = {"prompt_tokens": 60, "continuation_tokens": 12, "n_texts": 2}
@@ -213,7 +213,7 @@ def cell(tmp_path):
 
 @pytest.fixture
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def test_one_run_of_the_full_model_per_text_serves_all_cells(cell, runner, tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvcompress import load
 from kvcompress.methods import H2O, Random, SnapKV
-from kvcompress.sweep import config
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep import components, config
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import LMEval
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvcompress[eval]'")
@@ -328,7 +328,7 @@ def test_errors_of_metrics_and_values_of_groups_are_lm_evals(own, manager, tmp_p
 def test_examples_before_a_document_are_those_lm_eval_draws(own, manager, tmp_path):
     task = composed(tmp_path, own, "task.num_fewshot=2", tasks="own_choice,own_write")
     _, tokenizer = load("random/llama")
-    samples = list(config.build_task(task).samples(tokenizer))
+    samples = list(components.build_task(task).samples(tokenizer))
     for name, theirs in manager.load(["own_choice", "own_write"])["tasks"].items():
         theirs.set_config("num_fewshot", 2)
         theirs.set_fewshot_seed(1234)
@@ -336,7 +336,7 @@ def test_examples_before_a_document_are_those_lm_eval_draws(own, manager, tmp_pa
         contexts = list(dict.fromkeys(request.args[0] for request in theirs.instances))
         mine = [sample.asked[0][0].context for sample in samples if sample.meta["task"] == name]
         assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in mine] == contexts
-    again = list(config.build_task(task).samples(tokenizer))
+    again = list(components.build_task(task).samples(tokenizer))
     assert [sample.asked for sample in again] == [sample.asked for sample in samples]
 
 
@@ -391,7 +391,7 @@ def test_what_is_finished_of_a_task_is_not_asked_again(own, tmp_path, monkeypatc
 def test_the_run_id_changes_with_data_and_yaml_and_not_with_the_place(own, tmp_path):
     def run_id(folder):
         tasks = composed(tmp_path, folder, tasks="own_write")
-        return config.build_task(tasks).fingerprint()
+        return components.build_task(tasks).fingerprint()
 
     other = tmp_path / "elsewhere"
     other.mkdir()
@@ -410,7 +410,7 @@ def test_the_run_id_changes_with_data_and_yaml_and_not_with_the_place(own, tmp_p
 
 def refused(configuration, monkeypatch):
     """Why a cell is refused; no model may be loaded."""
-    monkeypatch.setattr(Runner, "_load", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(Scheduler, "_load", lambda *a: pytest.fail("a model was loaded"))
     (outcome,), _ = sweep([configuration])
     assert outcome.status == "refused"
     return outcome.note

@@ -14,13 +14,13 @@ from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
 from kvcompress import compress, load
+from kvcompress.commands.report import main as report
 from kvcompress.common.prose import Encoder
 from kvcompress.data.haystack import follow_up, frame
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.method import Method
 from kvcompress.models.random_models import byte_tokenizer
-from kvcompress.report.cli import main as report
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import MultiQuestion
 
 TOKENIZER = byte_tokenizer()
@@ -239,7 +239,7 @@ def cells(tmp_path):
 
 
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def test_records_say_how_the_questions_were_asked_and_boards_keep_them_apart(cells, tmp_path, capsys):

@@ -13,11 +13,12 @@ import pytest
 from sweeps import SHORT
 
 from kvcompress import tracking
+from kvcompress.commands import sync
+from kvcompress.commands.run import main
 from kvcompress.methods import H2O
 from kvcompress.sweep import config, record
-from kvcompress.sweep.launcher import work
-from kvcompress.sweep.run import main
-from kvcompress.tracking import LoggerConfig, content, sync
+from kvcompress.sweep.launcher import strategies
+from kvcompress.tracking import LoggerConfig, content
 from kvcompress.tracking.board import board
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,14 +77,14 @@ def swept(tmp_path_factory):
     """Three cells of one multirun, the second of which raises: results, wandb's folder, exit code."""
     pytest.importorskip("wandb")
     folder, patch = tmp_path_factory.mktemp("swept"), pytest.MonkeyPatch()
-    run_sample = work.run_sample
+    run_sample = strategies.run_sample
 
     def raising(cell, *arguments):
         if isinstance(cell.method, H2O):
             raise RuntimeError("deliberate")
         return run_sample(cell, *arguments)
 
-    patch.setattr(work, "run_sample", raising)
+    patch.setattr(strategies, "run_sample", raising)
     patch.setenv("WANDB_DATA_DIR", str(folder / "data"))
     before = sys.argv[:]
     code = command(folder, "method=snapkv,h2o,full", "budget=0.5", "logger=wandb", "hydra.launcher.together=false")

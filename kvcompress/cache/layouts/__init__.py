@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from kvcompress.cache.layouts.dense import DenseStore, gather_slots
-from kvcompress.cache.layouts.low_rank_pages import Rebuilt
+from kvcompress.cache.layouts.low_rank_pages import LowRankKeyPages
 from kvcompress.cache.layouts.paged import PagedStore
-from kvcompress.cache.layouts.quantized_groups import Blocks
+from kvcompress.cache.layouts.quantized_groups import QuantizedGroups
 from kvcompress.cache.layouts.ragged import RaggedStore
-from kvcompress.cache.layouts.score_sorted import RankedStore
+from kvcompress.cache.layouts.score_sorted import ScoreSortedStore
 
 Store = DenseStore | RaggedStore
 
@@ -20,12 +20,12 @@ Store = DenseStore | RaggedStore
 DENSE_WASTE = 1.1
 
 __all__ = [
-    "Blocks",
+    "QuantizedGroups",
     "DenseStore",
     "PagedStore",
     "RaggedStore",
-    "RankedStore",
-    "Rebuilt",
+    "ScoreSortedStore",
+    "LowRankKeyPages",
     "Store",
     "joined",
     "keep_slots",

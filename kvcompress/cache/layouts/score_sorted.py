@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 PIECES = 8
 
 
-class RankedStore:
+class ScoreSortedStore:
     """Named channels in pieces `[B, H, n_i, ...]` along the rank of a slot, best first.
 
     Where a layer's budget shrinks again and again while later layers run, it lets its last pieces go: nothing is copied

@@ -1,4 +1,4 @@
-"""Groups of cells as jobs of an engine that exists: joblib, submitit (SLURM or local processes), Ray.
+"""Engines: groups of cells as jobs of joblib, submitit (SLURM or local processes) or Ray.
 
 A job is handed command-line overrides and nothing else, composes its cells anew and runs them as one process would: it
 writes the same records to the same folder, and locks keep it apart from others.
@@ -13,30 +13,46 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcompress.sweep.launcher.cell import Outcome
 from kvcompress.sweep.launcher.lock import Lock
-from kvcompress.sweep.launcher.work import Options
+from kvcompress.sweep.launcher.options import Options
+from kvcompress.sweep.outcome import Listener, Outcome
 
 logger = logging.getLogger(__name__)
 
 Part = list[list[str]]  # the overrides of each cell of a group
 Done = tuple[int, list[Outcome] | BaseException]
 Work = Callable[[Part, Options], list[Outcome]]
+Listen = Callable[
+    [Sequence[Any]], Sequence[Listener]
+]  # configurations → listeners; found by its name in another process
 
 _gpu: Lock | None = None  # held by this process for as long as it lives
 
 
-def run_part(part: Part, options: Options) -> list[Outcome]:
-    """Run the cells that these overrides describe, in this process."""
+def run_part(part: Part, options: Options, listen: Listen | None = None) -> list[Outcome]:
+    """Run the cells that these overrides describe, in this process.
+
+    Args:
+        listen: makes the listeners of these cells here: they themselves do not travel.
+    """
     from kvcompress.sweep.config import check_overrides, composing, folder
-    from kvcompress.sweep.run import Runner
+    from kvcompress.sweep.launcher.scheduler import Scheduler
 
     take_gpu()
     with composing() as compose:
         for overrides in part:
             check_overrides(overrides, folder())  # makes Hub ids known
         configs = [compose(overrides) for overrides in part]
-    return Runner().sweep(configs, options)
+    return Scheduler(listeners=listen(configs) if listen is not None else ()).sweep(configs, options)
+
+
+def part_runner(listen: Listen | None) -> Work:
+    """`run_part` with listeners, as a function: Ray takes no other callable."""
+
+    def work(part: Part, options: Options) -> list[Outcome]:
+        return run_part(part, options, listen)
+
+    return work
 
 
 def take_gpu(count: int | None = None, folder: Path | None = None) -> int | None:

@@ -1,4 +1,4 @@
-"""`status=results/<sweep>`: which cells of a sweep are done, running, failed or missing."""
+"""Status of a sweep (`status=results/<sweep>`): which cells are done, running, failed or missing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.text import Text
 
 from kvcompress.common import hashing
 from kvcompress.sweep import record
-from kvcompress.sweep.launcher.cell import last_line
 from kvcompress.sweep.launcher.lock import holder
-from kvcompress.sweep.launcher.plan import noted_cells
+from kvcompress.sweep.launcher.sweep_file import noted_cells
+from kvcompress.sweep.outcome import last_line
 
 ORDER = ("running", "failed", "oom", "partial", "missing", "stale", "inactive", "ok")
 STYLE = {"failed": "red", "oom": "red", "running": "cyan", "ok": "green"}

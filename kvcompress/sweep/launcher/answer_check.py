@@ -1,4 +1,4 @@
-"""Decoding together against decoding alone: the same tokens, up to the first that was a close call."""
+"""Answer check: decoding together gives the tokens of decoding alone, up to the first that was a close call."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from kvcompress.hook.session import Session, Tensor
 CLOSE = 1e-3  # logits: two kernels differ in the last digits, so a nearer second token may win
 
 
-class Watched(Session):
-    """A session that notes, per answer and token, by how much the best logit led the second."""
+class MarginRecorder(Session):
+    """A session that notes, per answer and token, the margin between the best and the second logit."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.leads: list[list[float]] = []
+        self.margins: list[list[float]] = []
 
     def generate(self, *args: Any, **kwargs: Any) -> Generation:
-        self.leads.append([])
+        self.margins.append([])
         if self.cache is not None and self.cache.pending is None and self.cache.logits is not None:
-            self._note(self.cache.logits)
+            self._note_margin(self.cache.logits)
         return super().generate(*args, **kwargs)
 
     def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
         logits = super().step(ids, real)
-        self._note(logits)
+        self._note_margin(logits)
         return logits
 
-    def _note(self, logits: Tensor) -> None:
+    def _note_margin(self, logits: Tensor) -> None:
         best, second = logits[0].float().topk(2).values.tolist()
-        self.leads[-1].append(best - second)
+        self.margins[-1].append(best - second)
 
 
-def difference(alone: Mapping[str, Any], together: Mapping[str, Any], leads: list[list[float]]) -> str | None:
-    """What is wrong with the answers decoded together, or None.
+def compare_answers(alone: Mapping[str, Any], together: Mapping[str, Any], margins: list[list[float]]) -> str | None:
+    """First difference of answers decoded together to those decoded alone, None where they agree.
 
     Args:
-        alone, together: what a task returned of the same sample; `leads` were noted when it ran alone.
+        alone, together: what a task returned of the same sample; `margins` were noted when it ran alone.
     """
-    turns = zip(alone["tokens"], together["tokens"], leads, strict=True)
+    turns = zip(alone["tokens"], together["tokens"], margins, strict=True)
     for number, (expected, found, lead) in enumerate(turns, 1):
         if list(expected) == list(found) and alone["finished"][number - 1] == together["finished"][number - 1]:
             continue

@@ -1,4 +1,4 @@
-"""The command line of trackers: what runs with `logger=none`, or without a network, left is sent later."""
+"""Command line of trackers: sends runs and leaderboards from records, such as those of runs without a network."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvcompress import tracking
 from kvcompress.report.run_index import gather
+from kvcompress.sweep.config import LOGGERS, MODES, LoggerConfig, check_logger
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,8 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="sync.py", description="Tracker runs from records, once or again.")
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("results")], help="folders with records")
-    parser.add_argument("--logger", choices=tracking.LOGGERS[1:], default="wandb")
-    parser.add_argument("--mode", choices=tracking.MODES[:2], default="offline", help="of wandb")
+    parser.add_argument("--logger", choices=LOGGERS[1:], default="wandb")
+    parser.add_argument("--mode", choices=MODES[:2], default="offline", help="of wandb")
     parser.add_argument("--project", default="kvcompress")
     parser.add_argument("--entity", help="wandb's user or team")
     parser.add_argument("--dir", help="where it writes")
@@ -30,11 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     notes = Console(stderr=True)
-    settings = tracking.LoggerConfig(
-        options.logger, options.project, options.entity, options.mode, options.dir, options.timeout
-    )
+    settings = LoggerConfig(options.logger, options.project, options.entity, options.mode, options.dir, options.timeout)
     try:
-        tracking.check(settings)
+        check_logger(settings)
     except ValueError as error:
         parser.error(str(error))
     found = gather(options.paths)

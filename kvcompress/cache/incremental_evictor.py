@@ -1,4 +1,7 @@
-"""Decode at the cap: every head gets a token and gives one up, step after step, with nothing worked out twice."""
+"""IncrementalEvictor: decode with a full cache, where each step appends and evicts one token per head.
+
+The mask of candidates is updated as the protected window slides, not worked out anew.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class Steady:
-    """Which slots may go in the next step, kept up to date as the window slides by one token a step.
+class IncrementalEvictor:
+    """Candidates for eviction in the next step, kept up to date as the window slides by one token a step.
 
     Attributes:
         target: the `[B, H_kv]` counts it was made for.
@@ -31,11 +34,25 @@ class Steady:
     leaving: Tensor
     left: int
 
-    def holds(self, store: Store, target: Tensor | None) -> bool:
+    @classmethod
+    def of(cls, store: Store, target: Tensor, protection: Protection, most: int) -> IncrementalEvictor | None:
+        """For the steps until `most` slots are empty; None where empty slots lie in a window."""
+        left = most - store.holes
+        positions = store.get("positions").expand(-1, store.heads, -1)
+        length = positions.shape[2]
+        window = protection.window.to(positions.device)[..., None]
+        inside = torch.arange(length, device=positions.device) >= length - window
+        if left <= 0 or bool((inside & (positions < 0)).any()):
+            return None
+        blocked = positions.new_ones((*positions.shape[:2], length + left + 1), dtype=torch.bool)
+        blocked[..., :length] = ~candidates(positions, protection)
+        return cls(target, store.settle(), blocked, length - window, left)
+
+    def is_valid(self, store: Store, target: Tensor | None) -> bool:
         """True if all that happened since is that every head got one token."""
         return self.left > 0 and target is self.target and store.grown_by_one(self.counts)
 
-    def pick(self, scores: Tensor) -> Tensor:
+    def choose(self, scores: Tensor) -> Tensor:
         """The slot each head gives up, `[B, H_kv, 1]`: the lowest score; of ties the latest position goes."""
         self.left -= 1
         self.blocked.scatter_(2, self.leaving, False)
@@ -50,17 +67,3 @@ class Steady:
         slot = (slots - 1) - chosen
         self.blocked.scatter_(2, slot, True)
         return slot
-
-
-def steady(store: Store, target: Tensor, protection: Protection, most: int) -> Steady | None:
-    """What the steps after this one need until `most` slots are empty; None where empty slots lie in a window."""
-    left = most - store.holes
-    positions = store.get("positions").expand(-1, store.heads, -1)
-    length = positions.shape[2]
-    window = protection.window.to(positions.device)[..., None]
-    inside = torch.arange(length, device=positions.device) >= length - window
-    if left <= 0 or bool((inside & (positions < 0)).any()):
-        return None
-    blocked = positions.new_ones((*positions.shape[:2], length + left + 1), dtype=torch.bool)
-    blocked[..., :length] = ~candidates(positions, protection)
-    return Steady(target, store.settle(), blocked, length - window, left)

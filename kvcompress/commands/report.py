@@ -1,4 +1,4 @@
-"""The command line of reports: a leaderboard from records alone."""
+"""Command line of reports: leaderboard, figures and page from records alone."""
 
 from __future__ import annotations
 
