@@ -165,6 +165,20 @@ def test_a_folder_that_cannot_be_is_said_without_a_traceback(tmp_path, capfd):
     assert "cannot write to paths.results=/proc" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["n" * 300, f"fine/{'n' * 300}"])
+def test_a_sweeps_name_that_no_folder_can_have_is_refused_in_one_line_before_work(tmp_path, capfd, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert command(tmp_path, "method=snapkv", f"sweep.name={name}") == 2
+    printed = capfd.readouterr().err.strip()
+    assert "bytes; a folder's name may have 255" in printed and printed.count("\n") == 0 and len(printed) < 160
+    assert not list(tmp_path.iterdir())
+    outcomes, _ = sweep([cell(tmp_path, "method=snapkv", f"sweep.name={name}")])
+    assert outcomes[0].status == "refused" and "choose a shorter one" in outcomes[0].note
+    (tmp_path / "fine").mkdir()
+    assert main([f"status={tmp_path / name}"]) == 2
+    assert "File name too long" in capfd.readouterr().err
+
+
 def test_a_dry_run_of_a_model_that_cannot_be_loaded_says_so(tmp_path, capfd):
     nowhere = f"model.name={tmp_path / 'nowhere'}"
     assert command(tmp_path, "method=snapkv,tova", "budget=0.5", "dry=true", nowhere) == 1
