@@ -13,6 +13,7 @@ from reference import MaskedReference
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
+from kvcompress.cache import pages
 from kvcompress.cache.layouts import PagedStore
 from kvcompress.calibrate import calibration
 from kvcompress.calibrate.head_profile import DATA, KIND, least_stable, overlap, profile, trace, unstable_heads
