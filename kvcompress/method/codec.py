@@ -92,6 +92,11 @@ class Codec(CheckedFields, ABC):
     scales: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def by_prompt(self) -> bool:
+        """What a token is held as depends on the prompt's later tokens, as of `Method.cache_reuse`."""
+        return self.needs.window > 0
+
+    @property
     def absorbed(self) -> bool:
         return False
 

@@ -256,6 +256,19 @@ class Method(CheckedFields):
         """False if this method can never drop a token: no scorer, or budget 1.0."""
         return self.budget_kind == "held_tokens" and not is_unlimited(self.budget)
 
+    @property
+    def cache_reuse(self) -> Literal["prefix", "whole"]:
+        """What of a compressed cache another prompt can go on from.
+
+        "prefix": any part from the start, as what is held of a token follows from the tokens before it (groups of a
+        codec whole). "whole": nothing but all of it, as what is kept, or in which directions, depends on the rest of the
+        prompt: eviction, and parts that say `by_prompt`.
+        """
+        parts = self.parts()
+        evicts = parts.scorer is not None and self.limited
+        chosen = parts.codec.by_prompt or parts.reader.by_prompt or parts.prefill.by_prompt
+        return "whole" if evicts or chosen else "prefix"
+
     def make_scorer(self) -> Scorer | None:
         return None
 
