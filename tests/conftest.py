@@ -10,23 +10,6 @@ import os
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
-=======
-import torch
-
-if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import helpers  # noqa: E402
-import small_models  # noqa: E402
-
-from kvcompress import load
-from kvcompress.calibrate import calibration, low_rank
-from kvcompress.commands import memo
-from kvcompress.reuse import kv_store
-
-torch.set_num_threads(1)
->>>>>>> sweepw
 
 
 def pytest_addoption(parser):
@@ -136,6 +119,8 @@ def written_without_waiting():
 @pytest.fixture(scope="session", autouse=True)
 def remembered_elsewhere(tmp_path_factory):
     """Commands that tests give are not remembered in the user's folder."""
+    from kvcompress.commands import memo
+
     patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("memos")
     patch.setattr(memo, "cache_dir", lambda: folder)
     yield
