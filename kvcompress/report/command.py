@@ -1,4 +1,4 @@
-"""The command that repeats a run, from the configuration it left in its folder."""
+"""Command lines that repeat a run, from the configuration in its folder."""
 
 from __future__ import annotations
 

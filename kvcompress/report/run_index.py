@@ -166,7 +166,7 @@ def flags(record: dict[str, Any]) -> list[str]:
     found = [] if record["status"] == "ok" else [record["status"]]
     if record.get("versions.source") != source_hash():
         found.append("stale")
-    if record.get("kv.storage") == "simulated":
+    if "simulated" in (record.get("kv.storage") or ""):
         found.append("simulated")
     if record["status"] == "ok" and 0 < (record.get("share_inactive") or 0) < 1:
         found.append(f"inactive on {record['share_inactive']:.0%}")

@@ -337,7 +337,7 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in ("read_bytes_per_token", "moved_bytes_per_token"):
         found[f"kv.{key}"] = _mean(kv.get(key) for kv in end)
     found["kv.kept_tokens_max"] = max((kv["kept_tokens_max"] for kv in end if kv.get("kept_tokens_max")), default=None)
-    found["kv.storage"] = _said(kv.get("storage") for kv in end)
+    found["kv.storage"] = _all_of(kv.get("storage") for kv in end)
     for key in ("prefill_peak", "decode_peak"):
         found[f"memory.{key}"] = max((out[key] for out in outs if out.get(key) is not None), default=None)
     for key in TIMES:
@@ -348,11 +348,12 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found |= _quartiles(key, values)
     protocols = [row.get("protocol", {}) for row in rows]
     for key in sorted({key for protocol in protocols for key in protocol}):
-        found[f"protocol.{key}"] = ",".join(sorted({str(protocol[key]) for protocol in protocols if key in protocol}))
-    found["protocol.kernel"] = _said(out["end"].get("kernel") for out in outs)
+        kinds = sorted({str(protocol[key]) for protocol in protocols if key in protocol})
+        found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
+    found["protocol.kernel"] = _all_of(out["end"].get("kernel") for out in outs)
     steps = [out["end"].get("step") or {} for out in outs]
     found["protocol.step"] = "+".join(sorted({step["how"] for step in steps if "how" in step})) or None
-    found["protocol.step_why"] = _said(step.get("why") for step in steps)
+    found["protocol.step_why"] = _all_of((step.get("why") for step in steps), "; ")
     found["time.step_ready_s"] = max((step["ready_s"] for step in steps if "ready_s" in step), default=None)
     found["protocol.truncated_share"] = fmean((row.get("meta") or {}).get("truncated_tokens", 0) > 0 for row in rows)
     found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
@@ -370,9 +371,9 @@ def held_at(out: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return ("decode", end) if end.get("bytes_summaries") else ("prompt", compressed)
 
 
-def _said(values: Iterable[str | None]) -> str | None:
-    """What all samples say, or each that some say: a cell may be taken up again where it runs otherwise."""
-    return ",".join(sorted({value for value in values if value})) or None
+def _all_of(values: Iterable[str | None], mark: str = ",") -> str | None:
+    """What samples say, each thing once: those of before a resume may have run otherwise. None where none says anything."""
+    return mark.join(sorted({value for value in values if value})) or None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

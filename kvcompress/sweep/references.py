@@ -1,4 +1,4 @@
-"""What the uncompressed model does with a sample: made once per sample and sweep, kept beside the runs it is for.
+"""Reference outputs of the uncompressed model: made once per sample and sweep, kept beside the runs that need them.
 
 `<sweep>/.references/<key>.safetensors`; the folder may be deleted at any time. A damaged file is made anew.
 """

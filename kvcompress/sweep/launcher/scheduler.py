@@ -8,6 +8,7 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from kvcompress.common.text import PlainConsole
 from kvcompress.method.budget import NotTogether
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.disk import DiskFull
@@ -35,7 +36,7 @@ class Scheduler:
     """
 
     def __init__(self, console: Console | None = None, listeners: Sequence[Listener] = ()) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or PlainConsole(stderr=True)
         self.listeners = tuple(listeners)
         self.outcomes: list[Outcome] = []
         self.models = ModelPool()
@@ -68,8 +69,7 @@ class Scheduler:
         return self.outcomes[first:]
 
     def _sweep(self, configs: Sequence[DictConfig], options: Options, elsewhere: Elsewhere | None) -> None:
-        specs = [self._spec(config) for config in configs]
-        made = [None if spec is None else self._cell(spec) for spec in specs]
+        made = [self._cell(config) for config in configs]
         cells = [cell for cell in made if cell is not None]
         groups = group_cells(cells, options.share)
         dry = any(config.get("dry") for config in configs)
@@ -79,7 +79,7 @@ class Scheduler:
             self._plan(groups)
             return
         try:
-            note_cells([spec for spec in specs if spec is not None])
+            note_cells(cell.spec for cell in cells)
         except ValueError as error:
             for cell in cells:
                 self._settle(cell.set_outcome("refused", note=str(error)))
@@ -97,18 +97,15 @@ class Scheduler:
             for cell in cells:
                 cell.release()
 
-    def _spec(self, config: DictConfig) -> CellSpec | None:
-        """The cell of a configuration, or None where it is refused."""
+    def _cell(self, config: DictConfig) -> CellRun | None:
+        """The cell of a configuration, or None where it is refused or the same as an earlier one."""
         try:
-            return CellSpec.from_config(config)
+            spec = CellSpec.from_config(config)
         except Exception as error:  # whatever a task's data or a setting does, the other cells are not to blame
             status = "dropped" if isinstance(error, NotTogether) else "refused"
             note = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
             self._settle(Outcome(str(OmegaConf.select(config, "method.name")), config.budget, status, note=note))
             return None
-
-    def _cell(self, spec: CellSpec) -> CellRun | None:
-        """The run of a cell, or None where it is the same as an earlier one."""
         cell, key = CellRun(spec), (str(spec.sweep), spec.run_id)
         if key in self._seen:
             none = spec.method.budget_kind == "none"
