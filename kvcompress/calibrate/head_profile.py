@@ -210,14 +210,16 @@ def unstable_heads(heads: str, model: Any, count: int) -> set[tuple[int, int]]:
     if heads == "profile":
         found = calibration.find(model, calibration.folders(KIND, DATA))
         if found is None:
-            raise ValueError(f"FlexiCache has no head profile for {name!r}: {fix}")
+            raise ValueError(f"FlexiCache has no head profile for {name!r}{calibration.adapters_noted(model)}: {fix}")
     else:
         path = Path(heads).expanduser()
         if not path.is_file():
             raise ValueError(f"heads={heads!r} is neither a file nor one of profile, random, stable, unstable: {fix}")
         found = calibration.find(model, [path])
         if found is None:
-            raise ValueError(f"heads={heads!r} is a profile of another model than {name!r}: {fix}")
+            raise ValueError(
+                f"heads={heads!r} is a profile of another model than {name!r}{calibration.adapters_noted(model)}: {fix}"
+            )
     share, mean = found["frequency"], found["instability"]
     kv = share.shape[1]
     return {(full[number // kv], number % kv) for number in least_stable(share, mean, count)}

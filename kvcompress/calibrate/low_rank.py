@@ -28,6 +28,7 @@ from kvcompress.data.haystack import load_haystack
 from kvcompress.method.latents import grouped
 from kvcompress.models import compat
 from kvcompress.models.loading import cache_dir
+from kvcompress.models.model_hash import model_hash
 from kvcompress.models.tokenizers import tokenizer_of
 
 Tensor = torch.Tensor
@@ -282,7 +283,7 @@ def kept(
     model: Any, text: CalibrationText, settings: Mapping[str, Any], measure: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """What was measured on a model and text with some settings, from a file of the user's folder, else now."""
-    path = folder() / f"{fingerprint(model, text, settings)}.safetensors"
+    path = folder() / f"{file_key(model, text, settings)}.safetensors"
     try:
         found = path.stat()
         return dict(_read(path, found.st_mtime_ns, found.st_size))
@@ -306,10 +307,8 @@ def folder() -> Path:
     return cache_dir() / "calibration" / KIND
 
 
-def fingerprint(model: Any, text: CalibrationText, settings: Mapping[str, Any]) -> str:
+def file_key(model: Any, text: CalibrationText, settings: Mapping[str, Any]) -> str:
     """A name that says which model, text and settings, 24 hexadecimal digits."""
-    config, said = compat.text_config(model), asdict(text) | dict(settings) | {"format": FORMAT}
+    said = asdict(text) | dict(settings) | {"format": FORMAT, "model": model_hash(model), "dtype": str(model.dtype)}
     said["text"] = text.content or text.text
-    said["rope"] = str(getattr(config, "rope_parameters", None))
-    weights = calibration.probe(model).numpy().tobytes()
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode() + weights).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]

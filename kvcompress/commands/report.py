@@ -19,7 +19,10 @@ from kvcompress.report.iso_bytes import draw_equal
 from kvcompress.report.page import write_page
 from kvcompress.report.pareto import draw_fronts
 from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
+from kvcompress.report.rollouts import draw_rollouts
 from kvcompress.report.run_index import Entry, gather
+from kvcompress.report.serving import draw_serving, of_entries
+from kvcompress.report.serving import markdown as serving_markdown
 from kvcompress.report.table import leaderboard, leaderboard_markdown, terminal, title, to_csv
 
 
@@ -76,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = leaderboard_markdown(groups) + ("\n" if groups and beside else "") + external_markdown(beside)
     reused = reuse_markdown(entry.record for entry in found.entries)
     page += f"\n{reused}" if reused else ""
+    page += "".join(f"\n{serving_markdown(rows)}" for rows in of_entries(found.entries).values())
     for target, text in ((options.markdown, page), (options.csv, to_csv(records))):
         if target is None:
             continue
@@ -104,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
         figures = draw_curves(found.entries, options.png, beside) + draw_fronts(found.entries, options.png)
-        for path in figures + draw_equal(found.entries, options.png) + draw_reuse(found.entries, options.png):
+        figures += draw_equal(found.entries, options.png) + draw_reuse(found.entries, options.png)
+        figures += draw_rollouts(found.entries, options.png) + draw_serving(found.entries, options.png)
+        for path in figures:
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
         written = write_page(found, options.html, foreign, from_hydra())

@@ -64,8 +64,10 @@ def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
 
 def generations(row: Mapping[str, Any]) -> Iterator[list[float]]:
     """Seconds of each decode step of every answer of a finished sample; none where answers were decoded together."""
-    out = row.get("out", {})
+    out = row.get("out") or {}
     seconds = out.get("tpot_s") or []
+    if not isinstance(seconds, list) or not all(seconds):  # a figure of the whole answer, or a step of no time
+        return
     # after a stop token nothing is fed; at the limit the last token is not
     lengths = [
         len(tokens) - (end == "length")

@@ -19,9 +19,10 @@ def grid(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, float], float]:
     """Mean score per (length, depth) of samples that have both."""
     cells: dict[tuple[int, float], list[float]] = {}
     for row in rows:
-        meta = row.get("meta", {})
-        if "length" in meta and "depth" in meta:
-            cells.setdefault((meta["length"], meta["depth"]), []).append(float(row["score"]))
+        meta = row.get("meta") or {}
+        length, depth = meta.get("length"), meta.get("depth")
+        if isinstance(length, (int, float)) and isinstance(depth, (int, float)):  # of some tasks lengths are names
+            cells.setdefault((int(length), depth), []).append(float(row["score"]))
     return {key: fmean(values) for key, values in cells.items()}
 
 

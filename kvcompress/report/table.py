@@ -23,6 +23,10 @@ def _number(value: float | None, form: str) -> str:
     return MISSING if value is None else format(value, form)
 
 
+def _mib(value: float | None) -> str:
+    return MISSING if value is None else format(value / 2**20, ".1f")
+
+
 def _score(record: Record) -> str:
     error = record.get("score_stderr")
     return _number(record.get("score"), ".3f") + ("" if error is None else f" ±{error:.2f}")
@@ -64,6 +68,13 @@ DIVERGENCE: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("KL", lambda record: _number(record.get("metrics.kl"), ".3g")),
     ("perplexity", lambda record: _number(record.get("metrics.perplexity_ratio"), ".2f")),
 )
+# likewise, of rollouts
+GAP: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("gap k3", lambda record: _number(record.get("metrics.gap_k3"), ".3g")),
+    ("reject", lambda record: _number(record.get("metrics.gap_seq_reject"), ".0%")),
+    ("ESS", lambda record: _number(record.get("metrics.gap_ess_token"), ".1%")),
+    ("MiB/group", lambda record: _mib(record.get("metrics.bytes_group"))),
+)
 # multiples of the full cache's figure in the same run, where a task measured any
 RATIOS: tuple[tuple[str, str], ...] = (
     ("TTFT ×", "metrics.ratio_ttft"),
@@ -90,6 +101,11 @@ DIVERGENCE_LEGEND = (
     " · KL: mean divergence of the next-token distribution from the full cache's, in nats · perplexity: as a multiple of "
     "the full cache's"
 )
+GAP_LEGEND = (
+    " · gap k3: how far sampled tokens lie from the full model's policy, nats per token · reject: samples with a token whose "
+    "ratio is below 0.001 · ESS: effective share of tokens after truncated weights · MiB/group: samples of a prompt, "
+    "shared storage once"
+)
 
 
 def legend(records: Iterable[Record]) -> str:
@@ -101,6 +117,7 @@ def legend(records: Iterable[Record]) -> str:
     if any(record.get("parts.reader") not in (None, "all") for record in records):
         text += " · reads: bytes per decoded token, as a share of the full cache's"
     text += (RATIOS_LEGEND if beside else "") + (AA_LEGEND if "A/A" in beside else "")
+    text += GAP_LEGEND if any(record.get("metrics.gap_k3") is not None for record in records) else ""
     return text + (DIVERGENCE_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
 
 
@@ -119,7 +136,8 @@ def _ratio_columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record
 def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
     """What a table of these records shows."""
     divergence = () if all(record.get("metrics.kl") is None for record in group) else DIVERGENCE
-    return (*COLUMNS[:4], *divergence, *_ratio_columns(group), *COLUMNS[4:])
+    gap = () if all(record.get("metrics.gap_k3") is None for record in group) else GAP
+    return (*COLUMNS[:4], *divergence, *gap, *_ratio_columns(group), *COLUMNS[4:])
 
 
 def title(record: Record) -> str:

@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from kvcompress.common.hashing import canonical
 from kvcompress.common.text import for_tracker, printable
+from kvcompress.sweep import stored_config
 from kvcompress.sweep.record import FINISHED, RunFolder, held_at, read_record
 
 TAG = 64  # characters that wandb takes
@@ -83,13 +82,8 @@ def tags(record: Mapping[str, Any]) -> list[str]:
 
 
 def configuration(path: Path) -> dict[str, Any]:
-    """The resolved configuration of a run as nested plain values; empty where the file is damaged."""
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except Exception:  # YAML's own errors, OmegaConf's, and the file system's
-        return {}
-    if not isinstance(found, dict):
-        return {}
+    """The configuration of a run as nested plain values, as it is written; empty where the file is damaged."""
+    found = stored_config.read(path) or {}
     return {key: value for key, value in canonical(found).items() if key not in LEAVE_OUT}
 
 

@@ -543,7 +543,7 @@ def test_forks_and_decoding_go_on_from_a_blended_cache():
         tokens = session.generate(8).tokens
         session.cache = fork
         assert session.generate(8).tokens == tokens
-        assert session.report()["reuse"] == cache.reuse
+        assert session.report()["reuse"] == cache.sequence.reuse
 
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -656,8 +656,8 @@ def test_presets_are_what_their_sources_do():
 
 def test_a_run_with_reuse_is_no_baseline_and_shares_no_prefill():
     """Sweeps run it alone, and say why; boards measure it against the full cache."""
-    from kvcompress.hook.shared_prefill import cannot_share
+    from kvcompress.hook.shared_prefill import unsupported_reason
 
-    assert cannot_share(CacheBlend()) == "prefill=cacheblend is its own"
+    assert unsupported_reason(CacheBlend()) == "prefill=cacheblend is its own"
     record = {"status": "ok", **{f"parts.{k}": v for k, v in CacheBlend().parts().names().items()}}
     assert not is_baseline(record) and is_baseline(record | {"parts.prefill": "oneshot"})

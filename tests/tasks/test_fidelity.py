@@ -315,8 +315,9 @@ def test_tasks_without_a_reference_get_none(tmp_path):
 
 
 @pytest.mark.model
-def test_on_the_embedded_model_budget_one_is_the_full_model_and_a_tenth_is_not():
-    model, tokenizer = load("smollm2", device="cpu")
+@pytest.mark.long
+def test_on_the_embedded_model_budget_one_is_the_full_model_and_a_tenth_is_not(smollm2):
+    model, tokenizer = smollm2
     sample = next(iter(Fidelity(prompt_tokens=200, continuation_tokens=16, n_texts=1).samples(tokenizer)))
     _, same, _ = measured(model, H2O(budget=1.0), sample)
     _, drifted, _ = measured(model, H2O(budget=0.1), sample)

@@ -11,8 +11,8 @@ from typing import Any
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.data import prompts, thinking
 from kvcompress.data.task import TIMES, Sample, Task
-from kvcompress.hook.joint_decoding import cannot_join
-from kvcompress.hook.session import compress
+from kvcompress.hook import joint_decoding
+from kvcompress.hook.session import Session, compress
 from kvcompress.hook.shared_prefill import SharedPrefill
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.method import Method
@@ -82,7 +82,7 @@ def separate_reason(spec: CellSpec, shared: SharedPrefill) -> str | None:
         return "the model has sliding-window layers, whose rows cannot be put together"
     if type(spec.task).run is not Task.run:
         return f"task={spec.task.name} steps through its answer itself"
-    return cannot_join(spec.method) or None
+    return joint_decoding.unsupported_reason(spec.method)
 
 
 def checked(
@@ -91,10 +91,11 @@ def checked(
     """The result of decoding together, if decoding alone gives the same; else the fault."""
     try:
         kernel = str(spec.config.kernel)
-        recorder = MarginRecorder(workload.model, spec.method, kernel, workload.tokenizer, shared)
-        with recorder as session, without_peaks():
+        recorder = MarginRecorder()
+        session = Session(workload.model, spec.method, kernel, workload.tokenizer, shared, on_logits=recorder)
+        with session, without_peaks():
             alone = spec.task.run(session, sample)
-        wrong = compare_answers(alone, together, session.margins)
+        wrong = compare_answers(alone, together, recorder.margins)
         return together if wrong is None else ValueError(f"{sample.id}: {wrong}")
     except Exception as fault:
         return fault
