@@ -148,8 +148,10 @@ def _gib(value: float) -> str:
 
 def draw_serving(entries: Sequence[Entry], folder: Path) -> list[Path]:
     """Figures of every sweep of `task=serving`, as PNG and SVG in `folder`."""
-    stems = {sweep: folder / figure_stem(sweep, "", "", None, "serving") for sweep in (found := of_entries(entries))}
-    return [path for sweep, rows in found.items() for path in draw(rows, stems[sweep])]
+    written: list[Path] = []
+    for sweep, rows in of_entries(entries).items():
+        written += draw(rows, folder / figure_stem(sweep, "", "", None, "serving"))
+    return written
 
 
 def draw(rows: Sequence[Row], stem: Path, note: str = "") -> list[Path]:
