@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common.text import for_figure
 from kvcompress.measure.offload_cost_model import modelled
 from kvcompress.measure.tiers import dimensions, entry, figures, path
 from kvcompress.measure.transfers import threshold
@@ -48,7 +49,11 @@ def draw_thresholds(
     for number, (method, ratio) in enumerate(ratios.items()):
         border = [threshold(n, shape.width, shape.gqa, shape.itemsize, flops, ratio) / 1e9 for n in TOKENS]
         axes.plot(
-            TOKENS, border, color=COLOURS[number % len(COLOURS)], lw=1.4, label=f"{method} ({ratio:.2f} of the bytes)"
+            TOKENS,
+            border,
+            color=COLOURS[number % len(COLOURS)],
+            lw=1.4,
+            label=for_figure(f"{method} ({ratio:.2f} of the bytes)"),
         )
         if not number:
             axes.fill_between(TOKENS, border, 1e3, color=COLOURS[0], alpha=0.06, lw=0)
@@ -96,7 +101,7 @@ def draw_token_times(records: Sequence[Mapping[str, Any]], device: str, links: S
             ):
                 axes.barh(len(labels), 1e6 * part, left=1e6 * left, color=colour, label=label if not labels else None)
                 left += part
-            labels.append(f"{record['method']} {record.get('variant') or ''} · {link}")
+            labels.append(for_figure(f"{record['method']} {record.get('variant') or ''} · {link}"))
     axes.set_yticks(range(len(labels)), labels, fontsize=SIZE - 1)
     axes.set_xlabel("µs per token, keys and values alone: no TPOT, a step also reads the weights", fontsize=SIZE)
     light_axes(axes, SIZE, "x")
