@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from kvcompress.common.tokenization import plain_ids
+
 
 def split_list(text: str, mark: str | None = None) -> list[str]:
     return text.split(mark)
@@ -109,7 +111,7 @@ class Encoder:
             self._anchor = anchor  # this tokenizer (SentencePiece style) puts a space before each piece it is given
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return plain_ids(self._tokenizer, text)
 
     def __call__(self, text: str) -> tuple[int, ...]:
         if text not in self._known:

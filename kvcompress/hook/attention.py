@@ -30,7 +30,7 @@ from kvcompress.kernels.blockwise import (
     units,
     visible,
 )
-from kvcompress.models import compat
+from kvcompress.models import compat, projections
 
 Tensor = torch.Tensor
 
@@ -84,7 +84,7 @@ def kv_attention(
     forward, fusion = call.forward, call.forward.fusion
     if fusion is not None:
         query, forward = fusion.asked(query), fusion.narrowed(forward)
-    latent = compat.latent_attention(module) if layer.context().spec.latents else None
+    latent = projections.latent_attention(module, query) if layer.context().spec.latents else None
     if latent is None:
         output, probabilities = attend(layer, module, query, forward, params, observer)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvcompress.method import Needs
-from kvcompress.models import compat
+from kvcompress.models import compat, projections
 
 
 class ModelFacts:
@@ -26,7 +26,7 @@ class ModelFacts:
         """
         needs = Needs() if needs is None else needs
         self._model, self._compact, self._prerope = model, compact, needs.prerope
-        self.projections: Mapping[int, torch.nn.Module] = compat.output_projections(model) if needs.output else {}
+        self.projections: Mapping[int, torch.nn.Module] = projections.output_projections(model) if needs.output else {}
 
     @cached_property
     def _rope(self) -> list[compat.Rotation] | None:

@@ -11,6 +11,7 @@ from kvcompress.cache.layer import CompressedLayer
 from kvcompress.kernels.blockwise import AttentionParams, blocks, logits_block, softmax_block, visible
 from kvcompress.method.view import LayerView, Observed
 from kvcompress.models.compat import Rotation
+from kvcompress.models.projections import effective_weight
 
 Tensor = torch.Tensor
 
@@ -143,9 +144,9 @@ class LayerObserved(Observed):
     def output_norms(self) -> Tensor:
         if self.projection is None:
             raise ValueError("the scorer asks for projected values it did not declare in `needs`")
-        weight = self.projection.weight
-        assert isinstance(weight, Tensor)
-        return projected_norms(self.view.values, weight, self.view.group)
+        values, group = self.view.values, self.view.group
+        weight = effective_weight(self.projection, values.shape[1] * group * values.shape[3], values)
+        return projected_norms(values, weight, group)
 
     @property
     def rotation(self) -> Rotation:

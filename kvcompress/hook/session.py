@@ -27,7 +27,7 @@ from kvcompress.hook.sources import ChunkStore, PrefillSource
 from kvcompress.hook.stepper import DecodeStepper, synchronize
 from kvcompress.method import Method
 from kvcompress.method.parts import Prefill, Prefilled
-from kvcompress.models import compat, tokenizers
+from kvcompress.models import compat, projections, tokenizers
 
 Tensor = torch.Tensor
 
@@ -72,6 +72,7 @@ class Session:
             ValueError: for a model or method that cannot work, by name, before any work.
         """
         compat.check_model(model)
+        projections.check_latent_attention(model)
         if not isinstance(method, Method):
             raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
         check_codec(model, method.parts().codec)  # before it is bound, which may take a measurement
@@ -103,6 +104,7 @@ class Session:
         self._take_step = step or self.stepper.step
         self._attach, self._on_logits, self._open = attach, on_logits, False
         self._store: ChunkStore | None = None
+        self._store_given = False
         if store is not None:
             self.store = store
 
@@ -154,7 +156,20 @@ class Session:
     @store.setter
     def store(self, store: ChunkStore) -> None:
         store.check(self.model)
-        self._store = store
+        self._store, self._store_given = store, True
+
+    def _check_store(self) -> None:
+        """See to it that the store's chunks are those of the model as it is now: an adapter may have been switched.
+
+        Raises:
+            ValueError: a store that was given holds others.
+        """
+        if self._store is None:
+            return
+        if self._store_given:
+            self._store.check(self.model)
+        elif not self._store.serves(self.model):
+            self._store = None
 
     @property
     def reuse_rotations(self) -> list[compat.Rotation]:
@@ -194,6 +209,7 @@ class Session:
             the cache, logits `[B, V]` of the last position, and real tokens seen `[B]`.
         """
         self._must_be_open()
+        self._check_store()
         segments = [ids] if isinstance(ids, Tensor) else list(ids)
         if not segments or sum(s.shape[-1] for s in segments) == 0:
             raise ValueError("the prompt is empty: give at least one token")
@@ -225,6 +241,7 @@ class Session:
             how many were not there yet and were prefilled now; 0 where the prefill does not reuse chunks.
         """
         self._must_be_open()
+        self._check_store()
         return self.compressor.parts.prefill.precompute(self, list(segments))
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:

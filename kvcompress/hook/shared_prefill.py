@@ -24,6 +24,7 @@ from kvcompress.hook.session import Session
 from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.method import Method, Needs
 from kvcompress.method.parts import Prefilled
+from kvcompress.models.model_hash import model_state
 
 Tensor = torch.Tensor
 
@@ -77,7 +78,7 @@ class SharedPrefill:
         features: what the model asks of each layer's attention.
         forward: the forward that made it.
         kernels: which attention kernels it ran.
-        mass: attention mass was summed up, which takes another kernel than a prefill without it.
+        model_state: of the model when it was made (`kvcompress.models.model_hash.model_state`).
     """
 
     ids: Tensor
@@ -86,6 +87,7 @@ class SharedPrefill:
     forward: Forward
     kernels: frozenset[str]
     needs: Needs
+    model_state: tuple[Any, ...]
 
     @property
     def windows_bytes(self) -> int:
@@ -96,6 +98,9 @@ class SharedPrefill:
     def serves(self, cache: CompressedCache, segments: Sequence[Tensor], mask: Tensor | None) -> bool:
         """True if this is what a prompt of `segments` on `cache` would compute."""
         if cache.real is not None or (mask is not None and not bool(mask.bool().all())):
+            return False
+        model = None if cache.spec.model is None else cache.spec.model()
+        if model is None or model_state(model) != self.model_state:  # another adapter is active, or weights changed
             return False
         return torch.equal(torch.cat([s.cpu() for s in segments], dim=1), self.ids)
 
@@ -174,7 +179,8 @@ def prefill_once(
     if needs.window and _window_bytes(cache, needs.window) <= cache.nbytes()["allocated"]:
         for layer in cache.full_layers:
             layer.shared_window_attention = {needs.window: None}
-    return SharedPrefill(prompt.cpu(), cache, recorder.features, forward, frozenset(recorder.stats.kernels), needs)
+    kernels, state = frozenset(recorder.stats.kernels), model_state(model)
+    return SharedPrefill(prompt.cpu(), cache, recorder.features, forward, kernels, needs, state)
 
 
 def _window_bytes(cache: CompressedCache, window: int) -> int:

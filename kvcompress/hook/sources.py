@@ -29,6 +29,10 @@ class PrefillSource(Protocol):
 class ChunkStore(Protocol):
     """Keys and values of chunks of text that a prefill reuses (`kvcompress.reuse.kv_store.KVStore`)."""
 
+    def serves(self, model: Any) -> bool:
+        """True if its chunks are those of this model, as it is now."""
+        ...
+
     def check(self, model: Any) -> None:
         """Raises:
         ValueError: it holds chunks of another model.

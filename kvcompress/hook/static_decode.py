@@ -20,6 +20,7 @@ from kvcompress.cache.layouts import DenseStore, RaggedStore
 from kvcompress.common.memory import is_oom
 from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block, visible
 from kvcompress.models import compat
+from kvcompress.models.model_hash import adapter_state, foreign_modules, state_of
 
 Tensor = torch.Tensor
 Buffers = tuple[Tensor, Tensor, Tensor]  # of one layer: keys, values, positions
@@ -171,7 +172,7 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
     """
     shapes = tuple((tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in inputs)
     weights = tuple(held.data_ptr() for held in (*model.parameters(), *model.buffers()))  # which it holds on to
-    key = (shapes, torch.get_num_threads(), weights)
+    key = (shapes, torch.get_num_threads(), weights, adapter_state(model))
     known = _compiled.setdefault(model, {})
     if key not in known:
         try:
@@ -261,6 +262,8 @@ class StaticDecodeStep:
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[Any], how: str):
         self.stores: list[DenseStore] = [layer.held() for layer in layers]
+        self._foreign = [] if how == "static" else foreign_modules(model)  # adapters, as they are in what is recorded
+        self._state = state_of(self._foreign)
         batch, device = self.stores[0].counts.shape[0], layers[0].device
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.columns = torch.tensor([store.length for store in self.stores], device=device)
@@ -287,11 +290,12 @@ class StaticDecodeStep:
             store.clear_spare()
 
     def serves(self, layers: Sequence[Any], tokens: int = 1) -> bool:
-        """True if these layers hold what it writes into, with room for `tokens` more."""
-        return len(layers) == len(self.stores) and all(
+        """True if these layers hold what it writes into, with room for `tokens` more, and no adapter has changed."""
+        same = len(layers) == len(self.stores) and all(
             layer.store is store and store.channels["keys"] is held[0] and store.spare >= tokens
             for layer, store, held in zip(layers, self.stores, self.buffers, strict=True)
         )
+        return same and state_of(self._foreign) == self._state
 
     def __call__(self, ids: Tensor, forward: Forward) -> Tensor:
         """Logits `[B, V]` after `ids [B, 1]`, which the stores hold then."""

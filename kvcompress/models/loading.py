@@ -24,6 +24,7 @@ from kvcompress.models.packaged_models import EMBEDDED, Embedded, joined, pieces
 from kvcompress.models.placement import resolve_device, resolve_dtype
 from kvcompress.models.random_models import FULL, SMALL, byte_tokenizer, random_config, random_model
 from kvcompress.models.tokenizers import remember_tokenizer
+from kvcompress.models.weight_files import UnsafeWeights, check_weight_files
 
 __all__ = ["EMBEDDED", "cache_dir", "eos_ids", "load", "load_tokenizer", "names", "random_model"]
 __all__ += ["resolve_device", "resolve_dtype"]
@@ -69,7 +70,8 @@ def load(
         device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for the best one there is.
         seed: of random models; real ones ignore it.
         trust_remote_code: run Python files that come with the model. Off: such a model is refused.
-        allow_pickle: read weights that are not safetensors; unpickling can run any code.
+        allow_pickle: read weights that are not safetensors; unpickling can run any code. Off: no index and no adapter can
+            name such weights either.
         revision: branch, tag or commit of a Hub id.
         attn_implementation: as in transformers; None leaves the choice to it.
         device_map: as in transformers (`auto` spreads over all devices, a table gives each module its own or `disk`);
@@ -150,8 +152,8 @@ def _known(
     return loaded
 
 
-def fingerprint(name: str) -> dict[str, str]:
-    """What tells one content of a model folder from another, for run ids: `{"content": hash}`, or nothing for a name.
+def folder_hash(name: str) -> dict[str, str]:
+    """Hash of the files of a model folder, for run ids: `{"content": hash}`, or nothing for a name.
 
     Small files count whole, weights by size and by their first and last MiB, so that it takes no time.
     """
@@ -240,7 +242,10 @@ def _from_pretrained(
         extras["use_safetensors"] = True
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+        check_weight_files(source, name, revision, allow_pickle)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **shared, **extras)
+    except UnsafeWeights:
+        raise
     except (OSError, ValueError) as error:
         raise _explained(error, name, source) from error
     if model.device.type == "meta":

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 AHEAD = 2  # layers that are loaded before they are needed
 
 
-def precompute(session: PromptRunner, segments: Sequence[Tensor]) -> tuple[list[ChunkKV], int]:
+def precompute(session: PromptRunner, segments: Sequence[Tensor], disk: bool = True) -> tuple[list[ChunkKV], int]:
     """The chunks of a prompt from the session's store, those that it lacks prefilled and put into it.
 
     The first segment is prefilled as it is, every other one behind the token that begins a text, where the model has
@@ -30,6 +30,7 @@ def precompute(session: PromptRunner, segments: Sequence[Tensor]) -> tuple[list[
 
     Args:
         segments: ids `[1, n]` or `[n]` of all segments but the question.
+        disk: chunks may be read from disk later on, where they can turn out damaged.
 
     Returns:
         the chunks, and how many of them were prefilled now.
@@ -46,7 +47,7 @@ def precompute(session: PromptRunner, segments: Sequence[Tensor]) -> tuple[list[
     for number, segment in enumerate(segments):
         ids = segment.reshape(-1).cpu()
         lead = [] if number == 0 or first is None else [first]
-        chunk = store.get(ids, lead)
+        chunk = store.get(ids, lead, disk=disk)
         if chunk is None:
             chunk, computed = store.put(ids, *chunk_rows(session, ids, lead), lead), computed + 1
         chunks.append(chunk)

@@ -46,7 +46,7 @@ class PrefixReuse(Prefill):
                 return _run(session, segments)
             except Damaged:
                 session.cache = session.new_cache()
-        raise AssertionError("damaged entries are not offered again")
+        return session.forward_prompt(ids, mask)  # others go on damaging what is there
 
     def open_store(self, model):
         return store_of(model, "chunks")
@@ -134,6 +134,8 @@ def _run(session: PromptRunner, segments: Sequence[Tensor]) -> Prefilled:
 def _keep(store: KVStore, cache: CompressedCache, whole: Tensor, start: int, end: int) -> ChunkKV:
     """Store the rows of a part of the prompt."""
     pairs = [cache.keys_values(index) for index in range(len(cache.layers))]
+    if cache.spec.latents:  # what a layer is given: latents, and the rotated key that attention finds behind them
+        pairs = [(latents, keys[..., latents.shape[3] :]) for keys, latents in pairs]
     keys, values = ([pair[side][:, :, start:end] for pair in pairs] for side in (0, 1))
     return store.put(whole[0, start:end], keys, values, lead=whole[0, :start], form=FORM)
 

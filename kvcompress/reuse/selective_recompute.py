@@ -224,14 +224,13 @@ def prefill(session: PromptRunner, segments: Sequence[Tensor], mask: Tensor | No
     _check(session, segments, mask, plan)
     start, damaged = time.perf_counter(), 0
     while True:
-        chunks, computed = precompute(session, segments[:-1])
+        disk = damaged < len(segments)  # where others go on damaging what is there
+        chunks, computed = precompute(session, segments[:-1], disk)
         precompute_s = time.perf_counter() - start
         try:
             return _fused(session, segments, chunks, plan, computed, precompute_s)
         except Damaged:  # found while it was read: the store has forgotten it, so that it is computed now
             damaged += 1
-            if damaged > len(chunks):
-                raise
             session.cache = session.new_cache()
 
 

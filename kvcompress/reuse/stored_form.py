@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from kvcompress.reuse.tensor_file import Layout
+
 Tensor = torch.Tensor
 
 
@@ -21,6 +23,16 @@ class Form(Protocol):
     def pack(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]: ...
 
     def unpack(self, channels: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]: ...
+
+
+def layer_layout(form: Form, heads: int, sizes: tuple[int, int], dtype: torch.dtype, tokens: int) -> Layout:
+    """What `pack` makes of a layer: number types and shapes of its tensors by name.
+
+    Args:
+        sizes: numbers of a key and of a value.
+    """
+    keys, values = (torch.empty(1, heads, tokens, size, dtype=dtype, device="meta") for size in sizes)
+    return {name: (part.dtype, tuple(part.shape)) for name, part in form.pack(keys, values).items()}
 
 
 class Exact:

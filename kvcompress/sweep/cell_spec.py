@@ -89,7 +89,7 @@ def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
     described = {key: value for key, value in method.describe().items() if key != "budget"}
     return {
         "model": {key: value for key, value in model.items() if key != "device_map"}
-        | loading.fingerprint(model["name"]),
+        | loading.folder_hash(model["name"]),
         "task": {
             "name": task.name,
             "version": task.version,

@@ -137,8 +137,8 @@ def test_keys_are_turned_back_by_the_position_ids_the_model_used():
     with compress(model, Full(codec=Noting())) as session:
         session.prefill(ids, attention_mask=mask)
         model(ids, attention_mask=mask, use_cache=True)  # position ids 0, 1, … whatever is padding
-        assert session.cache.shift.tolist() == [0, 9]
-        assert session.cache.fork().shift.tolist() == [0, 9]
+        assert session.cache.sequence.shift.tolist() == [0, 9]
+        assert session.cache.fork().sequence.shift.tolist() == [0, 9]
     assert (seen[0] - seen[1])[1, :, 9:].abs().max() <= 1e-5
     jumping = torch.tensor([[0, 1, 2, 7]])
     with compress(model, Full(codec=Noting())) as session:

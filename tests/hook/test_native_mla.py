@@ -24,7 +24,7 @@ from kvcompress.methods import (
     SnapKV,
     StreamingLLM,
 )
-from kvcompress.models import compat
+from kvcompress.models import projections
 
 HEADS, LATENT_DIM, ROPE = 4, 24, 8
 
@@ -61,7 +61,7 @@ def test_absorbed_equals_expanded(architecture):
     latent, turned = (torch.randn(2, 1, 9, n, dtype=torch.float64) for n in (LATENT_DIM, ROPE))
     q = torch.randn(2, HEADS, 5, 16 + ROPE, dtype=torch.float64)
     keys, values = module.expand_kv(latent, turned)
-    found = compat.latent_attention(module)
+    found = projections.latent_attention(module, q)
     held = torch.cat([latent, turned], dim=-1)
     assert ((found.absorb(q) @ held.mT) - q @ keys.mT).abs().max() <= 1e-12
     weights = torch.softmax(q @ keys.mT, -1)
@@ -181,4 +181,4 @@ def test_a_quantised_up_projection_is_refused():
     module = model.model.layers[0].self_attn
     module.kv_b_proj.weight = torch.nn.Parameter(module.kv_b_proj.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="plain weight.*unquantised"):
-        compat.latent_attention(module)
+        compress(model, Full())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
-from helpers import EVICTING, LONG, REPRESENTATIVE, grid, make
+from helpers import EVICTING, LONG, REPRESENTATIVE, grid, make, thinned
 from small_models import random_ids, small_model
 
 from kvcompress import compress
@@ -12,7 +14,9 @@ from kvcompress.hook.compression import Compressor
 from kvcompress.hook.observed import LayerObserved
 from kvcompress.hook.shared_prefill import prefill_once, unsupported_reason
 from kvcompress.method import Chunked, Needs
-from kvcompress.methods import Full, SnapKV, StreamingLLM
+from kvcompress.method.scorers import ScorerOver
+from kvcompress.methods import ChunkKV, CriticalKV, ExpectedAttention, Full, SnapKV, StreamingLLM
+from kvcompress.methods.adakv import Ada
 
 BUDGETS = (0.2, 0.5, 24)
 UNION = Needs(window=8)
@@ -66,8 +70,72 @@ def test_a_method_gets_from_a_shared_prefill_what_it_gets_from_its_own(name, bud
     assert_same(followed(model, method, ids), followed(model, method, ids, shared))
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "qwen2", "glm4"])
-@pytest.mark.parametrize("name", ["H2O", "CAKE", "AdaKV", "Full"])
+@pytest.mark.parametrize("name", ["Quest", "ShadowKV", "FlexiCache", "Indexer"])
+def test_a_reader_reads_as_many_pages_after_a_shared_prefill_as_after_its_own(name):
+    """Its share is of the prompt, which ends where the shared one does, whatever is decoded."""
+    model, ids, method = small_model(), random_ids(1, 81), make(name, 0.3)
+    shared = prefill_once(model, ids, needs_of(method))
+    assert_same(followed(model, method, ids), followed(model, method, ids, shared))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ChunkKV(budget=0.4, window=3, size=4, reuse=2),
+        ChunkKV(budget=0.4, window=3, preset="kvpress"),
+        CriticalKV(budget=0.4, window=3, preset="code", allocator=Ada()),
+        CriticalKV(budget=0.4, window=3, base="h2o"),
+        CriticalKV(budget=0.4, window=3, base="tova"),
+    ],
+    ids=["chunkkv", "chunkkv-kvpress", "criticalkv-ada", "criticalkv-h2o", "criticalkv-tova"],
+)
+def test_a_scorer_over_another_that_only_scores_shares_a_prefill(method):
+    model, ids = small_model(), random_ids(1, 80)
+    assert unsupported_reason(method) is None
+    shared = prefill_once(model, ids, needs_of(method))
+    assert_same(followed(model, method, ids), followed(model, method, ids, shared))
+
+
+def test_a_scorer_over_one_that_observes_does_not_share():
+    @dataclass(frozen=True, kw_only=True)
+    class OverObserver(SnapKV):
+        def make_scorer(self):
+            return ScorerOver(ExpectedAttention(budget=0.5).make_scorer())
+
+    assert ExpectedAttention(budget=0.5).make_scorer().observes
+    assert "observes more" in unsupported_reason(OverObserver(budget=0.5))
+
+
+def test_a_prefill_made_under_another_adapter_or_other_weights_is_not_taken():
+    """Each time the session prefills by itself, and gets what it gets without a shared prefill."""
+    ids, method = random_ids(1, 40), SnapKV(budget=0.5, window=3)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.scale = inner, 1.0
+
+        def forward(self, x):
+            return self.inner(x) * self.scale
+
+    def switch(model):
+        model.model.layers[0].self_attn.v_proj.scale = 2.0
+
+    def write(model):
+        model.model.layers[1].self_attn.v_proj.weight.data.mul_(2)
+
+    for change in (switch, write):
+        model = small_model(fresh=True)
+        model.model.layers[0].self_attn.v_proj = Scaled(model.model.layers[0].self_attn.v_proj)
+        shared = prefill_once(model, ids, needs_of(method))
+        change(model)
+        assert_same(followed(model, method, ids), followed(model, method, ids, shared))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    thinned(["gemma3_text", "gpt_oss", "qwen2", "glm4"], ["H2O", "CAKE", "AdaKV", "Full"], every=2),
+)
 def test_windows_soft_caps_and_sinks_are_shared_as_well(architecture, name):
     model, ids = small_model(architecture), random_ids(1, 60)
     method = make(name, 0.3) if name != "Full" else Full()

@@ -543,7 +543,7 @@ def test_forks_and_decoding_go_on_from_a_blended_cache():
         tokens = session.generate(8).tokens
         session.cache = fork
         assert session.generate(8).tokens == tokens
-        assert session.report()["reuse"] == cache.reuse
+        assert session.report()["reuse"] == cache.sequence.reuse
 
 
 # ---------------------------------------------------------------------------------------------- bad input

@@ -21,7 +21,7 @@ from kvcompress.methods.adakv import Ada
 from kvcompress.methods.cake import Preference
 from kvcompress.methods.criticalkv import PerturbationScorer
 from kvcompress.methods.snapkv import WindowScorer
-from kvcompress.models import compat
+from kvcompress.models import projections
 
 
 class Twice:
@@ -194,7 +194,7 @@ def test_longer_values_are_kept_rather():
 def test_norms_are_those_of_the_models_own_projection(architecture):
     """For every verified architecture: a head's value alone through the model's o_proj, without its bias."""
     model = small_model(architecture)
-    projection = compat.output_projections(model)[1]
+    projection = projections.output_projections(model)[1]
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, 2, 5, 16, generator=generator)
     norms = projected_norms(values, projection.weight, group=2)
@@ -223,9 +223,12 @@ def test_half_precision_is_summed_in_float32():
 
 
 def test_a_model_without_a_known_projection_is_refused_by_name():
-    model = small_model()
-    model.model.layers[1].self_attn.o_proj = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"'llama' has no output projection .* layers \[1\]"):
+    model = small_model(fresh=True)
+    own = model.model.layers[1].self_attn.o_proj
+    model.model.layers[1].self_attn.o_proj = torch.nn.Sequential(own, torch.nn.GELU())
+    with pytest.raises(
+        ValueError, match=r"'llama' has no output projection .* layers \[1\] .*no product with one matrix"
+    ):
         compress(model, CriticalKV(budget=0.5))
     compress(model, SnapKV(budget=0.5))
 

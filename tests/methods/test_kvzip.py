@@ -326,7 +326,7 @@ def test_passes_count_as_compression_and_hold_no_second_cache(monkeypatch):
     stock = AuxiliaryLayer.update
 
     def watch(self, *args, **kwargs):
-        alive.append(sum(layer.store is not None for layer in self.holder().full_layers))
+        alive.append(sum(layer.store is not None for layer in self.context().full_layers))
         return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(AuxiliaryLayer, "update", watch)

@@ -14,8 +14,8 @@ from test_references import BUDGET, SIZES, follow
 
 from kvcompress import compress
 from kvcompress.calibrate import calibration
+from kvcompress.calibrate.query_filters import DATA, KIND, calibrate
 from kvcompress.methods import QFilters
-from kvcompress.methods.qfilters import DATA, KIND, calibrate
 
 
 @dataclass

@@ -326,7 +326,7 @@ def test_line_breaks_compress_and_the_end_of_thinking_stops_it():
         fork = session.cache.fork()
         assert fork.closed.tolist() == [True, False]
         session.prefill(random_ids(2, 4).clamp(min=10), cache=session.cache)
-        assert session.cache.closed is None and session.cache.kept_tokens().unique().tolist() == [12]
+        assert session.cache.sequence.closed is None and session.cache.kept_tokens().unique().tolist() == [12]
 
 
 class Words:

@@ -63,7 +63,7 @@ def test_when_and_needs_follow_from_the_parts(cls, when, needs):
 def test_presets_show_what_differs_from_the_default_and_join_equal_ones():
     assert method_table.presets(PyramidKV) == (
         "`code`: window=64, kernel=5, pooling=avg, totals=published; "
-        "`kvpress`: window=64, kernel=5, pooling=avg, reduce_first=false, protected_inside=true"
+        "`kvpress`: window=64, kernel=5, pooling=avg, reduce_first=false, totals=rounded, protected_inside=true"
     )
     assert method_table.presets(Full) == "–"
     assert method_table.defaults(TOVA) == "protect_last=false, decode=true"

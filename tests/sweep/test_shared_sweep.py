@@ -34,6 +34,13 @@ def test_scores_tokens_and_what_is_kept_equal_those_of_cells_run_alone(tmp_path,
     assert alone == shared
 
 
+def test_cells_of_scorers_over_another_share_and_equal_those_run_alone(tmp_path):
+    for folder, options in (("alone", ALONE), ("shared", SHARED)):
+        _, text = sweep(cells(tmp_path / folder, "chunkkv,criticalkv", "0.5", "task.question=seen"), options)
+    assert "2 cells share each prefill" in text and "runs alone" not in text
+    assert left(tmp_path / "alone") == left(tmp_path / "shared")
+
+
 def test_each_sample_is_prefilled_once_for_all_cells_that_share(tmp_path, monkeypatch):
     made = []
     stock = executor.prefill_once

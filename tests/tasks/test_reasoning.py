@@ -107,15 +107,15 @@ def test_the_data_folder_is_taken_before_the_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"question": "Why?"}\n', "sample 0 .* has no answer; its fields: question"),
-        ('{"question": "Why?", "answer": "1"}\n{"question": "Why?", "answer": ""}\n', "sample 1 .* has no answer"),
+        ('{"question": "Why?"}\n', "line 1 has no answer; its fields: question"),
+        ('{"question": "Why?", "answer": "1"}\n{"question": "Why?", "answer": ""}\n', "line 2 has no answer"),
         ('{"answer": "3"}\n', "has no question"),
-        ('{"question": "Why?", "answer": ["3"]}\n', "sample 0 .*: answer must be text or a number, found list"),
-        ('{"question": ["Why?"], "answer": "3"}\n', "sample 0 .* must be text, found list"),
-        ("{broken\n", "line 1 is no JSON"),
-        ("[1]\n", "line 1 is a list"),
-        ("\n", "holds no sample"),
-        (None, "cannot be read"),
+        ('{"question": "Why?", "answer": ["3"]}\n', "line 1: answer must be text or a number, found list"),
+        ('{"question": ["Why?"], "answer": "3"}\n', "line 1.* must be text, found list"),
+        ("{broken\n", "line 1: no JSON"),
+        ("[1]\n", "line 1: a JSON object is needed, found list"),
+        ("\n", "holds no record"),
+        (None, "cannot read"),
     ],
 )
 def test_bad_data_is_named_before_a_model_is_loaded(text, said, tmp_path, cell, runner, monkeypatch):

@@ -107,15 +107,13 @@ def listed(specs: Sequence[CellSpec]) -> str:
     return "; ".join(texts)
 
 
-def note_cells(specs: Sequence[CellSpec]) -> None:
-    """Write down which cells each sweep has; the same cell may be asked for by several settings.
+def note_cells(specs: Iterable[CellSpec]) -> None:
+    """Write down which cells each sweep has.
 
     Raises:
         ValueError: as of `sweep_file.note_cells`.
     """
-    key = sweep_file.RequestKeys()
     cells: dict[Path, dict[str, Mapping[str, Any]]] = {}
-    requests: dict[Path, dict[str, str]] = {}
     for spec in specs:
         cells.setdefault(spec.sweep, {})[spec.run_id] = {
             "method": str(spec.config.method.name),
@@ -124,8 +122,5 @@ def note_cells(specs: Sequence[CellSpec]) -> None:
             "model": str(spec.config.model.name),
             "seed": spec.config.seed,
         }
-        asked = key(spec.config)
-        if asked is not None:
-            requests.setdefault(spec.sweep, {})[asked] = spec.run_id
     for sweep in sorted(cells):
-        sweep_file.note_cells(sweep, cells[sweep], requests.get(sweep))
+        sweep_file.note_cells(sweep, cells[sweep])

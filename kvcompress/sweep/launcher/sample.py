@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.data import grading, prompts
+from kvcompress.data import prompts, thinking
 from kvcompress.data.task import TIMES, Sample, Task
 from kvcompress.hook import joint_decoding
 from kvcompress.hook.session import Session, compress
@@ -121,13 +121,12 @@ def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) ->
     if isinstance(result.out, BaseException):
         raise result.out
     out = result.out if result.decoding is None else without_times(result.out)
-    out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
     meta = dict(sample.meta)
     if not {"prompt_hash", "prompt_first", "prompt_last"} <= meta.keys():
         meta = prompts.facts(tokenizer, sample.prompt_ids()) | meta
-    thinking = meta["prompt_last"].rstrip().endswith(grading.OPEN)
-    whole = [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in out["tokens"]]
-    scores = spec.task.score(sample, out)
+    outputs = thinking.decoded(tokenizer, sample, out["tokens"], meta["prompt_last"])
+    out["text"] = [one.text for one in outputs]
+    scores = spec.task.score(sample, out | {"text": [one.answer for one in outputs]})
     if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
         raise ValueError(f"task {spec.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
     how = {"decoding": result.decoding or "separate"} | ({"decoding_why": result.why} if result.why else {})
@@ -142,7 +141,7 @@ def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) ->
         | {"batch": spec.config.batch}
         | how,
         "meta": meta,
-        "unfinished": sum(grading.unfinished(text, thinking) for text in whole) / max(1, len(whole)),
+        "unfinished": sum(one.unfinished for one in outputs) / max(1, len(outputs)),
         "shared": result.decoding is not None,
         "out": out,
         "rows": result.rows,
