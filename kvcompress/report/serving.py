@@ -296,7 +296,7 @@ def draw_classes(
             )
     left.set_xticks(range(len(unlimited)), list(unlimited), fontsize=SIZE)
     left.set_ylabel("prompt tokens that hit an unlimited cache, share", fontsize=SIZE)
-    left.set_ylim(0, 1.12 * max(max(values) for values in unlimited.values()))
+    left.set_ylim(0, 1.35 * max(max(values) for values in unlimited.values()))
     left.legend(frameon=False, fontsize=SIZE, loc="upper left", title="what can be reused", title_fontsize=SIZE)
     quiet(left, SIZE, "y")
     right.axis("off")
