@@ -301,14 +301,16 @@ def draw_classes(
             )
     left.set_xticks(range(len(unlimited)), list(map(for_figure, unlimited)), fontsize=SIZE)
     left.set_ylabel("prompt tokens that hit an unlimited cache, share", fontsize=SIZE)
-    left.set_ylim(0, 1.12 * max(max(values) for values in unlimited.values()))
+    left.set_ylim(0, 1.35 * max(max(values) for values in unlimited.values()))
     left.legend(frameon=False, fontsize=SIZE, loc="upper left", title="what can be reused", title_fontsize=SIZE)
     light_axes(left, SIZE, "y")
     right.axis("off")
     for column, (kind, names) in enumerate(classes.items()):
         said = {"prefix": "prefix: any beginning of a prompt", "whole": "whole: only an earlier prompt as it was"}[kind]
         right.text(0.5 * column, 1.0, said, fontsize=SIZE, color=COLOURS[column], va="top", weight="bold")
-        right.text(0.5 * column, 0.93, "\n".join(map(for_figure, sorted(names))), fontsize=SIZE, va="top", linespacing=1.35)
+        right.text(
+            0.5 * column, 0.93, "\n".join(map(for_figure, sorted(names))), fontsize=SIZE, va="top", linespacing=1.35
+        )
     suptitle(
         figure,
         f"What of a compressed cache another prompt can use (each method's class is tested by running it). {note}",
