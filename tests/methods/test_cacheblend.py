@@ -61,14 +61,14 @@ def passing(monkeypatch):
     """Which tokens each layer of the last fused forward computed, filled in as it runs."""
     found = []
 
-    class Spied(selective_recompute.Fusion):
+    class Spied(selective_recompute.SelectiveRecompute):
         def fuse(self, layer, keys, values):
             if layer == 0:
                 found.clear()
             found.append(list(range(self.length)) if self.passing is None else self.passing.tolist())
             return super().fuse(layer, keys, values)
 
-    monkeypatch.setattr(selective_recompute, "Fusion", Spied)
+    monkeypatch.setattr(selective_recompute, "SelectiveRecompute", Spied)
     return found
 
 
