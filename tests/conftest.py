@@ -117,6 +117,17 @@ def written_without_waiting():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def remembered_elsewhere(tmp_path_factory):
+    """Commands that tests give are not remembered in the user's folder."""
+    from kvcompress.commands import memo
+
+    patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("memos")
+    patch.setattr(memo, "cache_dir", lambda: folder)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def filters_for_random_models():
     """Random models have no file of filters: tests of every method at once give them drawn ones."""
     from kvcompress.calibrate import calibration

@@ -1,4 +1,4 @@
-"""What tells one model from another: a hash of all that its forward follows from, and a sample of its weights.
+"""Model hash: of all that a forward follows from, and a sample of the weights.
 
 A model is more than its state dict: an adapter that is switched on, off or to another changes no weight. What modules
 that are neither torch's nor transformers' say of themselves, and the hooks that others have put in, are part of it.
@@ -25,7 +25,7 @@ EDGE = 1 << 20
 SAMPLE = 16  # numbers of each tensor that are looked at, about
 STOCK = ("torch.", "transformers.", "accelerate.", "kvcompress.")  # whose modules follow from configuration and weights
 PER_MATRIX = 4  # numbers of each matrix in a sample
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # the coarsest first
 DEPTH = 4  # of containers in a module's settings
 FORWARDS = {"_hf_hook", "_old_forward", "forward"}  # accelerate's, which change where a forward runs
 BASE = frozenset(vars(torch.nn.Module())) | {"name_or_path", "generate"}
@@ -226,7 +226,7 @@ def same_weights(known: Tensor | Sequence[float], found: Tensor) -> bool:
         return False
     both = ~(known.isnan() | found.isnan())
     both[0] = False
-    a, b = known[both], found[both]
+    a, b = known[both].float(), found[both].float()
     kinds = {_float_type(a), _float_type(b)}
     if kinds == {torch.float16, torch.bfloat16}:  # each rounded by itself
         return torch.allclose(a, b, rtol=2**-7, atol=1e-7)
@@ -235,5 +235,5 @@ def same_weights(known: Tensor | Sequence[float], found: Tensor) -> bool:
 
 
 def _float_type(values: Tensor) -> torch.dtype:
-    """The coarsest float type that holds these float64 values."""
-    return next(kind for kind in FLOATS if torch.equal(values.to(kind).double(), values))
+    """The coarsest float type that holds these float32 values."""
+    return next(kind for kind in FLOATS if torch.equal(values.to(kind).float(), values))

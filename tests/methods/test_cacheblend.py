@@ -399,8 +399,8 @@ def test_a_chunk_that_proves_damaged_half_way_is_computed_anew():
     class Breaking(KVStore):
         broken = True
 
-        def get(self, ids, lead=(), form="raw"):
-            chunk = super().get(ids, lead, form)
+        def get(self, ids, lead=(), form="raw", disk=True):
+            chunk = super().get(ids, lead, form, disk=disk)
             if chunk is None or not self.broken or len(ids) != 16:
                 return chunk
             store = self

@@ -140,7 +140,8 @@ def of_kvpress(layers, real, share, window, beta=20):
         most, least = real - window, 2 * mean - (real - window)
     if not real >= most >= least >= window:
         return [round(mean)] * layers
-    return [round(most - layer * (most - least) / (layers - 1)) for layer in range(layers)]
+    step = (most - least) / (layers - 1)
+    return [round(most - layer * step) for layer in range(layers)]
 
 
 def test_the_numbers_of_kvpress_where_the_budget_is_no_whole_number_of_tokens():

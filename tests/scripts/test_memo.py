@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ COMMAND = ["-m", "method=full", "budget=0.5"]
 @pytest.fixture
 def swept(monkeypatch, tmp_path):
     """A finished run, its memo, and a folder of data that its configuration names."""
-    monkeypatch.setenv("KVCOMPRESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(memo, "cache_dir", lambda: tmp_path / "cache")
     run, data = tmp_path / "results" / "sweep" / "run", tmp_path / "data"
     run.mkdir(parents=True)
     data.mkdir()
@@ -94,6 +93,6 @@ def test_a_damaged_memo_is_no_memo(swept):
 
 def test_a_cache_folder_that_cannot_be_written_to_is_no_fault(swept, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("KVCOMPRESS_CACHE", os.fspath(tmp_path / "file"))
+    monkeypatch.setattr(memo, "cache_dir", lambda: tmp_path / "file")
     memo.note(COMMAND, [swept.outcome], swept.inputs)
     assert memo.finished_runs(COMMAND) is None

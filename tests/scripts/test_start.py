@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sweeps import SHORT
 
+from kvcompress.commands import memo
 from kvcompress.commands.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def finished(tmp_path_factory, cache) -> Path:
     from hydra.core.global_hydra import GlobalHydra
 
     folder, patch = tmp_path_factory.mktemp("results"), pytest.MonkeyPatch()
-    patch.setenv("KVCOMPRESS_CACHE", str(cache))
+    patch.setattr(memo, "cache_dir", lambda: cache)
     patch.chdir(ROOT)
     GlobalHydra.instance().clear()
     assert main([*CELLS, f"paths.results={folder}"]) == 0

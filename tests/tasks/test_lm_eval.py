@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from kvcompress import load
 from kvcompress.methods import H2O, Random, SnapKV
 from kvcompress.sweep import components, config
-from kvcompress.sweep.launcher.scheduler import Scheduler
+from kvcompress.sweep.launcher.model_pool import ModelPool
 from kvcompress.tasks import LMEval
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvcompress[eval]'")
@@ -410,7 +410,7 @@ def test_the_run_id_changes_with_data_and_yaml_and_not_with_the_place(own, tmp_p
 
 def refused(configuration, monkeypatch):
     """Why a cell is refused; no model may be loaded."""
-    monkeypatch.setattr(Scheduler, "_load", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *a: pytest.fail("a model was loaded"))
     (outcome,), _ = sweep([configuration])
     assert outcome.status == "refused"
     return outcome.note

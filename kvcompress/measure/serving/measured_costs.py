@@ -115,7 +115,7 @@ def _behind(session: Any, prompt: torch.Tensor, reused: int) -> tuple[float, flo
     else:
         session.prefill(first)
         held = session.cache
-        held.pending = None
+        held.keep_pending(None)
         work = lambda: session.prefill(rest, cache=held)  # noqa: E731
     synchronize(device)
     _, seconds = timed(work, device)
