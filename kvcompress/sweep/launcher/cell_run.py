@@ -70,15 +70,15 @@ class CellRun:
             if found["status"] != "partial" and self.folder.stamp() != self._stamp:  # since this sweep began
                 return self.set_outcome(found["status"], found, "in another process: " + last_line(found["error"]))
             return None
+        stale, resume = found.get("versions.source") != self.spec.source, self.spec.config.resume
+        if stale and resume == "auto":
+            note = "made with other sources: resume=refresh runs it again, resume=any keeps it"
+            return self.set_outcome("stale", found, note)
         wrong = self._fault(found)
         if wrong is not None:
             record.warn_once(f"{self.folder.path / 'record.json'}: {wrong.text}; it is made again")
             self._rows_hold &= wrong.rows_hold
             return None
-        stale, resume = found.get("versions.source") != self.spec.source, self.spec.config.resume
-        if stale and resume == "auto":
-            note = "made with other sources: resume=refresh runs it again, resume=any keeps it"
-            return self.set_outcome("stale", found, note)
         return self.set_outcome("done", found, "finished before") if not stale or resume == "any" else None
 
     def _fault(self, found: Mapping[str, Any]) -> record.Fault | None:

@@ -51,26 +51,31 @@ def _entry(sweep: Path, run_id: str, noted: dict[str, Any]) -> dict[str, Any]:
             "status": "running",
             "note": f"process {held.get('pid')} on {held.get('host')} since {held.get('since')}",
         }
-    elif written is None:
-        entry |= {"status": "missing", "note": damage or ("begun, not finished" if entry["samples"] else "")}
+    elif written is None or damage:
+        begun = "begun, not finished" if entry["samples"] else ""
+        entry |= {"status": "missing", "note": f"damaged: {damage}" if damage else begun, "score": None}
     else:
-        finished = written["status"] in record.FINISHED
-        stale = finished and written.get("versions.source") != hashing.source_hash()
-        entry |= {"status": "stale" if stale else written["status"], "note": last_line(written.get("error"))}
+        status = "stale" if _stale(written) else written["status"]
+        entry |= {"status": status, "note": last_line(written.get("error"))}
     return entry
 
 
+def _stale(written: dict[str, Any]) -> bool:
+    """True for a finished record of other sources."""
+    return written["status"] in record.FINISHED and written.get("versions.source") != hashing.source_hash()
+
+
 def _record(folder: record.RunFolder) -> tuple[dict[str, Any] | None, str]:
-    """The record of a run, or None and what is wrong with the one that is there."""
+    """The record of a run, None where it cannot be read, and what is wrong with it, so that it is made again."""
     path = folder.path / "record.json"
     if not path.exists():
         return None, ""
     try:
         found = record.read_record(path)
     except ValueError as error:
-        return None, f"damaged: {str(error).removeprefix(f'{path}: ')}"
-    wrong = folder.fault(found)
-    return (found, "") if wrong is None else (None, f"damaged: {wrong.text}")
+        return None, str(error).removeprefix(f"{path}: ")
+    wrong = None if _stale(found) else folder.fault(found)
+    return found, "" if wrong is None else wrong.text
 
 
 def place(cell: dict[str, Any]) -> tuple[Any, ...]:
