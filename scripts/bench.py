@@ -14,6 +14,10 @@ python scripts/bench.py gpu --out results/reference/h200     all that is asked o
 python scripts/bench.py sweep                                 what sharing prefills and decoding together saves
 python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks beside the same at once
 python scripts/bench.py generation                            bytes and time per token along a long output
+python scripts/bench.py links --json results/reference/links/here.json   memory copies, disk and (with CUDA) the link, fitted
+python scripts/bench.py serving-costs --json costs.json       what methods' requests cost, for task=serving (task.costs=FILE)
+python scripts/bench.py serving-page --costs costs.json --data DATA   tables and figures of docs/serving.md from these costs
+python scripts/bench.py serving-check                         the serving simulation beside really measured batches
 python scripts/bench.py generation --only memory --methods rkv,h2o,snapkv --png results/sawtooth.png
 """
 
@@ -99,7 +103,45 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     along.add_argument("--tokens", type=int, default=2048, help="tokens of the output")
     along.add_argument("--only", default="", help="memory or time")
     along.add_argument("--png", type=Path, default=None, help="draw the bytes held into this file")
+    links = commands.add_parser("links", help="copies between tiers at many granules, with fits")
+    links.add_argument("--device", default="cpu", help="cpu or cuda")
+    links.add_argument("--mib", type=int, default=256, help="of a measurement, and of the file on the disk")
+    links.add_argument("--repeats", type=int, default=5)
+    links.add_argument("--folder", type=Path, default=Path("."), help="on the disk that is measured")
+    links.add_argument("--no-disk", action="store_true")
+    links.add_argument("--seed", type=int, default=0)
+    links.add_argument("--json", type=Path, default=None, help="write points and fits to this file")
+    page = commands.add_parser("serving-page", help="tables and figures of docs/serving.md, simulated")
+    page.add_argument("--costs", type=Path, required=True, help="file of serving-costs")
+    page.add_argument("--data", type=Path, default=None, help="folder of data sets (paths.data)")
+    page.add_argument("--out", type=Path, default=Path("results/reference"))
+    page.add_argument("--traces", default="mooncake_conversation,mooncake_synthetic")
+    page.add_argument("--requests", type=int, default=2000, help="the first so many of each")
+    page.add_argument("--length-scale", type=int, default=16, help="lengths and blocks are divided by it")
+    page.add_argument("--slots", default="8,32,128", help="memories, as of task.full_slots")
+    page.add_argument("--halvings", type=int, default=8, help="of the search for each goodput")
+    page.add_argument("--batching", default="chunked", help="iteration, request or chunked")
+    page.add_argument("--device", default=None, help="model times for this device instead, at full lengths")
+    page.add_argument("--dimensions", default="llama3-8b", help="of the modelled model")
+    for name, about in (
+        ("serving-costs", "fits for task=serving"),
+        ("serving-check", "the simulation beside real batches"),
+    ):
+        chosen = commands.add_parser(name, parents=[placed], help=about)
+        default = SERVED if name == "serving-costs" else "full,snapkv:0.1,kivi"
+        chosen.add_argument("--methods", default=default, help="name:budget:setting=value, comma-separated")
+        chosen.add_argument("--lengths", default="256,512,1024,2048", help="tokens of measured prompts")
+        chosen.add_argument("--batches", default="1,4,8", help="rows of measured steps")
+        chosen.add_argument("--steps", type=int, default=8, help="of each")
+        chosen.add_argument("--rounds", type=int, default=3)
+        chosen.add_argument("--warmup", type=int, default=1, help="rounds thrown away before")
+        if name == "serving-check":
+            chosen.add_argument("--check", default="2,4,6", help="requests of the real batches, of mixed lengths")
+            chosen.add_argument("--output", type=int, default=32, help="tokens of each answer")
     return parser.parse_args(arguments)
+
+
+SERVED = "full,snapkv:0.25,snapkv:0.1,h2o:0.25,kivi:1.0:bits=4,int8,lowrank:0.5,quest:0.25,cacheblend"
 
 
 def _beside_plain(parser: argparse.ArgumentParser) -> None:
@@ -354,6 +396,126 @@ def chunked(args: argparse.Namespace) -> int:
     return 0 if all(row.within for row in rows) else 1
 
 
+def links(args: argparse.Namespace) -> int:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvcompress.bench import links
+    from kvcompress.measure import measuring
+
+    facts = measuring.hardware(args.device)
+    folder = None if args.no_disk else args.folder
+    points = []
+    out = Table(
+        "way", *(f"{granule >> 10} KiB" for granule in links.GRANULES), box=SIMPLE, title="GB/s by bytes of a copy"
+    )
+    for point in links.Links(args.device, args.mib << 20, args.repeats, folder=folder, seed=args.seed).run():
+        points.append(point)
+    for way in dict.fromkeys(point.way for point in points):
+        out.add_row(way, *(f"{point.bandwidth / 1e9:.2f}" for point in points if point.way == way))
+    console, fits = Console(), links.fits(points)
+    Console(width=max(120, console.width)).print(out)
+    for way, fit in fits.items():
+        said = f"{1e6 * fit['latency']:.2f} µs a copy, {fit['bandwidth'] / 1e9:.2f} GB/s (R² {fit['r2']:.3f})"
+        console.print(f"{way}: {said}", highlight=False)
+    if args.json is not None:
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        content = {"settings": settings, "hardware": facts, "links": fits, "points": [one.as_dict() for one in points]}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
+    return 0
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ValueError(f"--{name} {text!r}: whole numbers, comma-separated") from None
+
+
+def serving(args: argparse.Namespace) -> int:
+    """Costs, or 1 where the simulation is farther from a real batch than it may be."""
+    from rich.console import Console
+
+    from kvcompress import load
+    from kvcompress.bench import serving
+    from kvcompress.bench.peers import methods_of
+    from kvcompress.measure import measuring
+    from kvcompress.measure.serving.measured_costs import Plan
+
+    console, missed = Console(), False
+    made, rows = list[serving.MethodCosts](), list[serving.Agreement]()
+    batches = _numbers("batches", args.batches)
+    plan = Plan(
+        _numbers("lengths", args.lengths), batches=batches, steps=args.steps, rounds=args.rounds, warmup=args.warmup
+    )
+    methods = methods_of(args.methods)
+    model, tokenizer = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
+    with measuring.threads(args.threads):
+        facts = measuring.hardware(model.device)
+        if args.command == "serving-costs":
+            for costs in serving.measure(model, tokenizer, methods, plan, args.seed):
+                made.append(costs)
+                console.print(f"{costs.shown()}; {costs.ratio:.3f} of the bytes, reuse {costs.reuse}", highlight=False)
+                write(args, facts, made, "costs")
+            return 0
+        for one in serving.check(
+            model, tokenizer, methods, plan, _numbers("check", args.check), args.output, args.seed
+        ):
+            rows.append(one)
+            missed |= one.missed
+            low, high = one.throughput_quartiles
+            console.print(
+                f"{one.method}, {len(one.lengths)} requests of {min(one.lengths)}-{max(one.lengths)} tokens: simulated over real "
+                f"throughput {one.throughput:.3f} ({low:.3f}-{high:.3f}), median first token {one.first_token:.3f}"
+                f"{', MISSED' if one.missed else ''}",
+                highlight=False,
+            )
+            write(args, facts, rows)
+    return int(missed)
+
+
+def serving_page(args: argparse.Namespace) -> int:
+    from kvcompress.bench import serving_page
+    from kvcompress.methods import METHODS
+
+    sides, machine = serving_page.read_costs(args.costs)
+    slots, names = _numbers("slots", args.slots), [name for name in args.traces.split(",") if name]
+    scale: int | None = args.length_scale
+    what = f"costs measured, lengths divided by {scale}"
+    if args.device is not None:
+        sides, scale = serving_page.on(args.device, args.dimensions, sides), None
+        what = f"times modelled for {args.dimensions} on {args.device}, bytes measured, full lengths"
+    stem = args.out / ("serving" if args.device is None else "serving-modelled")
+    rows = []
+    for name in names:
+        requests = serving_page.requests_of(name, args.data, args.requests, scale)
+        for made in serving_page.serve(
+            name, requests, sides, slots, {"batching": args.batching}, halvings=args.halvings
+        ):
+            rows += made
+            gained = ", ".join(
+                f"{row['method']} {row['goodput']:.3g} ({row['to_full']:.2f})" for row in made if row["to_full"]
+            )
+            print(f"{name}, {made[0]['memory']}: {gained}", flush=True)
+            note = f"{what[0].upper()}{what[1:]}; LRU, host 4x, batching by {args.batching}."
+            written = serving_page.write(rows, sides, machine, stem, "Serving, simulated", note)
+    if args.device is None:
+        from kvcompress.report.serving import draw_classes
+
+        classes: dict[str, list[str]] = {"prefix": [], "whole": []}
+        for name, cls in METHODS.items():
+            kind = {"read_tokens": 64, "bytes": 0.5, "held_tokens": 0.5, "none": 1.0}[cls.budget_kind]
+            classes[cls(budget=kind).cache_reuse].append(name)
+        limits = serving_page.unlimited(names, args.data)
+        written += draw_classes(limits, classes, args.out / "serving-classes", "Whole traces, hits exact.")
+        written += serving_page.tiers(sides, args.out)
+    for path in written:
+        print(f"wrote {path}")
+    return 0
+
+
 def kernels(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
@@ -392,11 +554,11 @@ def gpu(args: argparse.Namespace) -> int:
     return int(missed > 0)
 
 
-def write(args: argparse.Namespace, facts: dict, rows: list) -> None:
+def write(args: argparse.Namespace, facts: dict, rows: list, name: str = "rows") -> None:
     """After every check, so that a run that is cut short leaves what it has."""
     if args.json is not None:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        content = {"settings": settings, "hardware": facts, "rows": [row.as_dict() for row in rows]}
+        content = {"settings": settings, "hardware": facts, name: [row.as_dict() for row in rows]}
         args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -405,6 +567,12 @@ if __name__ == "__main__":
     try:
         commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation, "sweep": sweep}
         commands_of |= {"decode": beside_plain, "prefill": beside_plain, "peers": peers, "kernels": kernels, "gpu": gpu}
+        commands_of |= {
+            "links": links,
+            "serving-costs": serving,
+            "serving-check": serving,
+            "serving-page": serving_page,
+        }
         sys.exit(commands_of[options.command](options))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

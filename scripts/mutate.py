@@ -49,9 +49,8 @@ TOPICS = (
         (
             "kvcompress/method/selection.py",
             "kvcompress/method/apportion.py",
-            "kvcompress/hook/compression.py::Compressor._compress",
-            "kvcompress/hook/compression.py::Compressor._apply",
-            "kvcompress/hook/compression.py::Compressor._allocate_scored",
+            "kvcompress/hook/evictor.py",
+            "kvcompress/hook/budget_sharing.py",
         ),
         (
             "tests/method",
@@ -89,6 +88,7 @@ TOPICS = (
             "kvcompress/cache/forward.py",
             "kvcompress/kernels/blockwise.py",
             "kvcompress/hook/observed.py",
+            "kvcompress/cache/query_window.py",
         ),
         (
             "tests/method/test_prerope.py",
@@ -145,10 +145,10 @@ TOPICS = (
     Topic(
         "schedules",
         (
-            "kvcompress/hook/compression.py::Compressor._due",
+            "kvcompress/hook/trigger.py",
             "kvcompress/hook/compression.py::Compressor.after_attention",
             "kvcompress/hook/compression.py::Compressor.decide",
-            "kvcompress/hook/incremental_evictor.py",
+            "kvcompress/cache/incremental_evictor.py",
             "kvcompress/method/parts.py::Schedule",
         ),
         (

@@ -11,7 +11,7 @@ import torch
 
 from kvcompress.cache.layouts import Store
 from kvcompress.method.budget import Protection
-from kvcompress.method.selection import candidates
+from kvcompress.method.selection import candidates, check_nan
 
 Tensor = torch.Tensor
 
@@ -63,7 +63,7 @@ class IncrementalEvictor:
         # argmin takes a NaN for the lowest
         lowest, chosen = ranked.flip(-1).min(dim=-1, keepdim=True)
         if scores.device.type == "cpu" and bool(lowest.isnan().any()):  # elsewhere a look would wait for the device
-            raise ValueError("a score is NaN")
+            check_nan(lowest.isnan().flatten(1).any(1))
         slot = (slots - 1) - chosen
         self.blocked.scatter_(2, slot, True)
         return slot

@@ -13,7 +13,7 @@ import torch
 from kvcompress.cache.encoding import BESIDE, LayerEncoding
 from kvcompress.cache.forward import Forward, LayerCall, hand_over
 from kvcompress.cache.incremental_evictor import IncrementalEvictor
-from kvcompress.cache.layouts import DenseStore, PagedStore, RaggedStore, ScoreSortedStore, Store, joined, keep_slots
+from kvcompress.cache.layouts import DenseStore, PagedStore, ScoreSortedStore, Store, joined, keep_slots, one_row
 from kvcompress.cache.query_window import QueryWindow
 from kvcompress.cache.read_account import ReadAccount
 from kvcompress.cache.sequence import CacheContext
@@ -50,9 +50,9 @@ class CompressedLayer(CacheLayerMixin):
         reader_state: tensors of the reader, dim 0 the row; of a reader of pages until the next prompt.
         account: of decode steps and bytes read, where a reader of pages reads.
         queries: last queries of each row, where a scorer or codec asks for them.
-        target: LongTensor `[B, H_kv]` on the CPU, slots a decode schedule keeps; set when a prompt ends.
-        evictor: while decode drops one token per head and step.
-        scratch: while a prompt's forward runs.
+        target: LongTensor `[B, H_kv]` on the CPU, slots a decode schedule keeps; set by the compressor when a prompt ends.
+        evictor: while decode drops one token per head and step; set by the compressor.
+        scratch: the compressor's, while a prompt's forward runs.
         current_kv: keys and values `[B, H_kv, P, D]` of this forward, until its attention is done.
         gqa_group: query heads per KV head.
         shared_window_attention: attention of windows (by size) that all caches share which start from this prompt; None
@@ -347,20 +347,7 @@ class CompressedLayer(CacheLayerMixin):
         twin.state, twin.reader_state = _rows(self.state, one), _rows(self.reader_state, one)
         twin.queries = None if self.queries is None else self.queries.select(one)
         twin.account = self.account.select(one)
-        held: Store
-        if isinstance(store, PagedStore):
-            held = store.fork()
-            held.select_rows(one)
-        elif isinstance(store, DenseStore):
-            held = DenseStore({n: store.get(n)[number : number + 1] for n in store.channels}, store.counts[one])
-        else:
-            wanted = store.get("positions") >= 0
-            wanted[torch.arange(len(wanted)) != number] = False
-            held = RaggedStore(store.packed(wanted), store.counts[one])
-        everything = (held.get("positions") >= 0).expand(-1, held.heads, -1)
-        twin.store = held
-        if not isinstance(held, PagedStore):
-            twin.store = keep_slots(held, everything, grow=not cache.spec.limited)
+        twin.store = one_row(store, number, grow=not cache.spec.limited)
         twin.seen, twin.evicted = real, real * store.heads - int(twin.counts.sum())
         return twin
 

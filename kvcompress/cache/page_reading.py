@@ -181,7 +181,9 @@ def _count_step(layer: CompressedLayer, store: PagedStore, chosen: Tensor, index
     ranked = torch.div(pages * min(index.scored, store.heads), store.heads, rounding_mode="floor") * bounds
     summaries, page_bytes = layer.reader_state.get("summaries"), store.slot_bytes
     if summaries is not None:
-        ranked = ranked + pages * summaries.shape[-1] * summaries.element_size()
+        low_rank = None if store.host is None else store.host.rebuilt
+        number = pages if low_rank is None else low_rank.full.to(pages.device) * store.heads
+        ranked = ranked + number * summaries.shape[-1] * summaries.element_size()
     if index.ranked:  # every key was read, the chosen pages' among them
         ranked = ranked + store.counts.sum(1).to(read.device) * store.key_bytes
         page_bytes -= store.key_bytes

@@ -74,14 +74,16 @@ class PageIndex:
         return scores.masked_fill_(beyond[:, :, None], float("-inf"))
 
     def products(self, q: Tensor) -> Tensor:
-        """q·k of all that is held, before the model's scaling: `[B, H_kv, G, slots]` float32 of `q [B, H, 1, D]`.
+        """q·k of all slots, before the model's scaling: `[B, H_kv, G, slots]` float32 of `q [B, H, 1, D]`.
 
-        It reads every key; with pages of one token a slot is a page. What lies behind a row's last slot means nothing.
+        -inf behind a head's last page. Every key is read, and counted so; with pages of one token a slot is a page.
         """
         assert self.keys is not None
         self.ranked = True
-        asked = q.view(*self.pages.shape, -1, q.shape[-1])
-        return torch.matmul(asked.float(), self.keys().float().transpose(2, 3))
+        queries = q.view(*self.pages.shape, -1, q.shape[-1])
+        scores = torch.matmul(queries.float(), self.keys().float().transpose(2, 3))
+        beyond = torch.arange(scores.shape[-1], device=q.device) >= self.pages[..., None] * self.size
+        return scores.masked_fill_(beyond[:, :, None], float("-inf"))
 
 
 def top_pages(scores: Tensor, wanted: Tensor, last: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which heads retrieve: a calibration on synthetic passkeys, the file it is kept in, and how a model finds its file.
+"""Retrieval heads (DuoAttention): a calibration on synthetic passkeys, its file, and how a model finds it.
 
 DuoAttention trains a gate per KV head so that the answer to passkey questions stays the same (Xiao et al., ICLR 2025,
 arXiv 2410.10819, section 2.2). Here nothing is trained: a text with passkeys is run once with the answers behind it, and
@@ -20,7 +20,7 @@ import torch
 
 from kvcompress.calibrate.calibration import adapters_noted
 from kvcompress.common.prose import Encoder
-from kvcompress.data.haystack import NOUNS, fill, frame, load_haystack
+from kvcompress.data.haystack import NOUNS, build_haystack, load_haystack, prompt_template
 from kvcompress.hook.session import compress
 from kvcompress.method import LayerView, Method, Needs, Observed, Scorer, State, Tensor
 from kvcompress.models import compat
@@ -65,7 +65,7 @@ def passkey_sample(tokenizer: Any, length: int, passkeys: int, words: int, seed:
     keys = [" ".join(rng.choices(NOUNS, k=words)) for _ in range(passkeys)]
     needles = [NEEDLE.format(ordinal=o, words=key) for o, key in zip(ORDINALS, keys, strict=False)]
     hay = load_haystack("essay", essays="builtin")
-    wrap = frame(tokenizer, encode, HEAD, "", "", "none")
+    wrap = prompt_template(tokenizer, encode, HEAD, "", "", "none")
     tail: list[int] = []
     spans: list[range] = []
     for ordinal, key in zip(ORDINALS, keys, strict=False):
@@ -74,7 +74,9 @@ def passkey_sample(tokenizer: Any, length: int, passkeys: int, words: int, seed:
         spans.append(range(len(tail), len(tail) + len(answer)))
         tail += answer
     depths = sorted(rng.uniform(0.05, 0.9) for _ in keys)
-    filled = fill(encode, hay, needles, depths, length - len(wrap.head) - len(tail), rng.randrange(len(hay.sentences)))
+    filled = build_haystack(
+        encode, hay, needles, depths, length - len(wrap.head) - len(tail), rng.randrange(len(hay.sentences))
+    )
     ids = [*wrap.head, *filled.ids, *tail]
     context = len(ids) - len(tail)
     pairs = []

@@ -1,4 +1,4 @@
-"""Low-rank factors of a model's keys and values, measured on text: what low-rank codecs project on.
+"""Low-rank factors of a model's keys and values, measured on text: the bases of low-rank codecs.
 
 Palu (Chang et al., 2025, arXiv 2407.21118, section 3) cuts a projection W of a group of KV heads to rank r where it is
 least missed on text: with H = L L^T the second moment of its inputs, it truncates the singular value decomposition
@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvcompress.calibrate import calibration
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data.haystack import load_haystack
 from kvcompress.method.latents import grouped
 from kvcompress.models import compat
@@ -85,7 +86,7 @@ class CalibrationText:
                 f"calibration on text={self.text!r} needs the model's tokenizer: load the model with kvcompress.load, "
                 "or take text=own"
             )
-        found = tokenizer.encode(self._read(self.tokens), add_special_tokens=False)
+        found = plain_ids(tokenizer, self._read(self.tokens))
         if len(found) < count * self.length:
             raise ValueError(
                 f"calibration text {self.text!r} has {len(found)} tokens, fewer than the {count * self.length} asked "

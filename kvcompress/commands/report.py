@@ -7,23 +7,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from kvcompress.common.text import PlainConsole
 from kvcompress.report.command import from_hydra
-from kvcompress.report.curves import draw_all
+from kvcompress.report.curves import draw_curves
 from kvcompress.report.decode import draw_speed
-from kvcompress.report.external_tables import markdown as markdown_others
-from kvcompress.report.external_tables import relevant, show
+from kvcompress.report.external_tables import external_markdown, print_external, relevant
+from kvcompress.report.figure import figure_stem
 from kvcompress.report.frame import others
-from kvcompress.report.heatmap import draw
+from kvcompress.report.heatmap import draw_heatmap
 from kvcompress.report.iso_bytes import draw_equal
 from kvcompress.report.page import write_page
 from kvcompress.report.pareto import draw_fronts
-from kvcompress.report.reuse import draw_reuse
-from kvcompress.report.reuse import markdown as markdown_reuse
-from kvcompress.report.reuse import show as show_reuse
+from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
+from kvcompress.report.rollouts import draw_rollouts
 from kvcompress.report.run_index import Entry, gather
-from kvcompress.report.table import leaderboard, markdown, terminal, title, to_csv
+from kvcompress.report.serving import draw_serving, of_entries
+from kvcompress.report.serving import markdown as serving_markdown
+from kvcompress.report.table import leaderboard, leaderboard_markdown, terminal, title, to_csv
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.csv = options.csv or options.all / "board.csv"
         options.png = options.png or options.all / "figures"
 
-    notes = Console(stderr=True)
+    notes = PlainConsole(stderr=True)
     found = gather(options.paths)
     foreign = others(options.published, options.foreign, found.damaged)
     beside = relevant(foreign, [entry.record for entry in found.entries])
@@ -76,9 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = [record for group in groups for record in group]
     if foreign:
         records = [record | {"origin": "measured"} for record in records] + foreign
-    page = markdown(groups) + ("\n" if groups and beside else "") + markdown_others(beside)
-    reused = markdown_reuse(entry.record for entry in found.entries)
+    page = leaderboard_markdown(groups) + ("\n" if groups and beside else "") + external_markdown(beside)
+    reused = reuse_markdown(entry.record for entry in found.entries)
     page += f"\n{reused}" if reused else ""
+    page += "".join(f"\n{serving_markdown(rows)}" for rows in of_entries(found.entries).values())
     for target, text in ((options.markdown, page), (options.csv, to_csv(records))):
         if target is None:
             continue
@@ -93,21 +94,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sweep in sorted({entry.sweep for entry in found.entries}):
             notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
             leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], terminal())
-        show_reuse((entry.record for entry in found.entries), terminal())
-        show(beside, terminal())
+        print_reuse((entry.record for entry in found.entries), terminal())
+        print_external(beside, terminal())
     if options.png is not None:
         pairs: dict[tuple[str, str], list[Entry]] = {}
         for entry in found.entries:
             pairs.setdefault((entry.sweep, str(entry.record.get("protocol.pair"))), []).append(entry)
         for (sweep, pair), entries in sorted(pairs.items()):
-            path = options.png / f"{sweep}-{entries[0].record['task'].replace('/', '-')}-{pair[:8]}.png"
-            if draw(entries, f"{sweep}: {title(entries[0].record)}", path):
+            path = options.png / f"{figure_stem(sweep, '', entries[0].record['task'], pair, '')}.png"
+            if draw_heatmap(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
             path = path.with_name(f"{path.stem}-speed.png")
             if draw_speed(entries, f"{sweep}: {title(entries[0].record)}", path):
                 notes.print(f"wrote {path}", markup=False, soft_wrap=True)
-        figures = draw_all(found.entries, options.png, beside) + draw_fronts(found.entries, options.png)
-        for path in figures + draw_equal(found.entries, options.png) + draw_reuse(found.entries, options.png):
+        figures = draw_curves(found.entries, options.png, beside) + draw_fronts(found.entries, options.png)
+        figures += draw_equal(found.entries, options.png) + draw_reuse(found.entries, options.png)
+        figures += draw_rollouts(found.entries, options.png) + draw_serving(found.entries, options.png)
+        for path in figures:
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.html is not None:
         written = write_page(found, options.html, foreign, from_hydra())

@@ -16,6 +16,8 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import Console
 
+from kvcompress.commands import memo
+from kvcompress.common.text import PlainConsole
 from kvcompress.sweep import record
 from kvcompress.sweep.config import (
     check_folders,
@@ -29,7 +31,6 @@ from kvcompress.sweep.hydra_errors import HYDRA_ERRORS, one_line
 from kvcompress.sweep.launcher.options import Options
 from kvcompress.sweep.launcher.plugin import register_launcher
 from kvcompress.sweep.launcher.status import show
-from kvcompress.sweep.launcher.sweep_file import finished_runs
 from kvcompress.sweep.outcome import Listener, Outcome
 from kvcompress.tracking import SweepTracker
 
@@ -45,13 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown name or key, text where a number belongs, no cell at all, no such results folder), 130 interrupted.
     """
     arguments = expand_suites(sys.argv[1:] if arguments is None else arguments, folder())
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     asked = [argument.partition("=")[2] for argument in arguments if argument.startswith("status=")]
     if asked:
         return max(show(Path(sweep), console) for sweep in asked)
+    if memo.DRY in arguments:
+        runs = memo.finished_runs(arguments)
+        if runs is not None:
+            text = f"nothing to do: {'the cell is' if runs == 1 else f'all {runs} cells are'} finished"
+            console.print(text, highlight=False, markup=False)
+            return 0
     register()
     register_launcher()
-    arguments = with_launcher(arguments, folder())
+    typed, arguments = arguments, with_launcher(arguments, folder())
     try:
         check_overrides(arguments, folder())
         check_folders(arguments)
@@ -70,9 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         console.print(one_line(error), style="red", highlight=False, markup=False)
         return 2
-    if not interrupted:
+    if not interrupted and all(outcome.status != "full" for outcome in work.outcomes):
         for place in work.tracker.finish():
             console.print(place, highlight=False, markup=False, soft_wrap=True)
+        memo.note(typed, work.outcomes, work.inputs)
     return summary(work.outcomes, console, interrupted)
 
 
@@ -80,19 +88,12 @@ class Work:
     """What Hydra is given to do: one cell, or all cells of a sweep. The scheduler is made when the first has work to do."""
 
     def __init__(self, console: Console) -> None:
-        self.console, self.tracker = console, SweepTracker()
+        self.console, self.tracker, self.inputs = console, SweepTracker(), memo.Inputs()
         self._sweep: Callable[..., list[Outcome]] | None = None
         self.outcomes: list[Outcome] = []
 
     def sweep(self, configs: Sequence[DictConfig], options: Options | None = None, elsewhere: Any = None) -> None:
-        """Run the cells, as `Scheduler.sweep`; a dry run of finished ones says so without a scheduler."""
-        if any(config.get("dry") for config in configs):
-            found = finished_runs(configs)
-            if found is not None:
-                cells = f"{len(found)} cells are" if len(found) > 1 else "the cell is"
-                text = f"nothing to do: {'all ' if len(found) > 1 else ''}{cells} finished"
-                self.console.print(text, highlight=False, markup=False)
-                return
+        """Run the cells, as `Scheduler.sweep`."""
         if self._sweep is None:
             from transformers.utils import logging as transformers_logging
 
@@ -101,6 +102,7 @@ class Work:
             transformers_logging.disable_progress_bar()  # ours is the one that shows how far the sweep is
             self._sweep = Scheduler(self.console, [self.outcomes.append, self.tracker]).sweep
         self.tracker.expect(configs)
+        self.inputs.add(configs)
         self._sweep(configs, options, elsewhere)
 
 
@@ -119,7 +121,8 @@ def run_hydra(arguments: Sequence[str], work: Work) -> None:
         work.sweep([config])
 
     cell.sweep, cell.listen = work.sweep, listeners  # type: ignore[attr-defined]  # read by the shared launcher
-    before, sys.argv[1:] = sys.argv[1:], arguments
+    chosen = any(argument.lstrip("+").startswith("hydra/sweeper=") for argument in arguments)
+    before, sys.argv[1:] = sys.argv[1:], [*arguments, *([] if chosen else ["hydra/sweeper=cells"])]
     try:
         hydra.main(version_base="1.3", config_path=str(folder()), config_name="config")(cell)()
     finally:
@@ -155,8 +158,11 @@ def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = F
         if names:
             text = f"{status}: {', '.join(names)} (said above why)"
             console.print(text, style="red" if status == "refused" else "yellow", highlight=False, markup=False)
+    full = [outcome for outcome in outcomes if outcome.status == "full"]
+    if full:  # of every process the same
+        console.print(full[0].note, style="red", highlight=False, markup=False, soft_wrap=True)
     for outcome in outcomes:
-        if outcome not in unbegun and (outcome.failed or outcome.status in ("stale", "running")):
+        if outcome not in [*unbegun, *full] and (outcome.failed or outcome.status in ("stale", "running")):
             text = f"{outcome.status}: {outcome.name} {outcome.run_id} {outcome.note}"
             console.print(text, style="red" if outcome.failed else "yellow", highlight=False, markup=False)
     if interrupted:

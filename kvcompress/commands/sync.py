@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from kvcompress import tracking
+from kvcompress.common.text import PlainConsole
 from kvcompress.report.run_index import gather
 from kvcompress.sweep.config import LOGGERS, MODES, LoggerConfig, check_logger
 
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-board", action="store_true", help="send runs, not the leaderboards")
     options = parser.parse_args(arguments)
 
-    notes = Console(stderr=True)
+    notes = PlainConsole(stderr=True)
     settings = LoggerConfig(options.logger, options.project, options.entity, options.mode, options.dir, options.timeout)
     try:
         check_logger(settings)

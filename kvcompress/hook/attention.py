@@ -55,7 +55,7 @@ def kv_attention(
         output `[B, n, H, D]` and no weights.
 
     Raises:
-        ValueError: dropout or a position bias.
+        ValueError: dropout, a position bias, or a model without a session's hooks.
     """
     if dropout:
         raise ValueError("attention dropout is active: call model.eval() before compressing")
@@ -69,6 +69,12 @@ def kv_attention(
     if kwargs.get("position_bias") is not None:
         raise ValueError("attention with a position bias is not supported by kvcompress")
     if call is None:
+        if params.window is None and compat.is_full_attention(module):
+            raise ValueError(
+                "this model attends through kvcompress, but no session's hooks are on it: they were removed inside "
+                "compress(), or it was built from the configuration of a model there; leave the hooks, or call "
+                "set_attn_implementation('sdpa') on it"
+            )
         return _windowed_layer(module, query, key, value, attention_mask, params, kwargs)
     if not isinstance(call, LayerCall):
         return call.attend(query, params).transpose(1, 2).contiguous(), None

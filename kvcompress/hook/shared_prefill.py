@@ -1,4 +1,4 @@
-"""One full prefill for several methods: computed once, with all that their scorers want to see of it.
+"""Shared prefill: one full prefill, computed once with all that the scorers of several methods observe of it.
 
 `prefill_once(model, ids, needs)` runs a prompt without eviction and remembers the union of what is needed. A session
 given the result takes a prompt of the same ids from it: layer by layer its own compressor observes, scores, allocates
@@ -18,6 +18,7 @@ from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hook.compression import Compressor
+from kvcompress.hook.model_facts import ModelFacts
 from kvcompress.hook.scoring import LayerStep, needs_of
 from kvcompress.hook.session import Session
 from kvcompress.kernels.blockwise import AttentionParams
@@ -28,7 +29,7 @@ from kvcompress.models.model_hash import model_state
 Tensor = torch.Tensor
 
 
-def cannot_share(method: Method) -> str | None:
+def unsupported_reason(method: Method) -> str | None:
     """Why this method cannot start from a prefill made for several, or None if it can."""
     parts = method.parts()
     if parts.prefill.name != "oneshot":
@@ -68,16 +69,6 @@ class Recorder(Compressor):
         """Keep the queries: they are what the methods to come want to see."""
 
 
-class _Recording(Session):
-    def __init__(self, model: PreTrainedModel, kernel: str, needs: Needs):
-        method = Method()
-        super().__init__(model, method, kernel)
-        self.compressor: Recorder = Recorder(method, len(self.full_layers), kernel, needs)
-
-    def new_cache(self, **changes: Any) -> CompressedCache:
-        return super().new_cache(limited=True)  # no headroom: nothing is appended
-
-
 @dataclass(frozen=True)
 class SharedPrefill:
     """A full prefill of `ids [1, n]`, read-only from here on.
@@ -113,18 +104,17 @@ class SharedPrefill:
             return False
         return torch.equal(torch.cat([s.cpu() for s in segments], dim=1), self.ids)
 
-    def hand_over(self, session: Session, cache: CompressedCache) -> Prefilled:
-        """Fill an empty `cache` of a session as its own prompt forward would have filled and compressed it.
+    def hand_over(self, compressor: Compressor, cache: CompressedCache) -> Prefilled:
+        """Fill an empty `cache` as the prompt forward of a session with this `compressor` would fill and compress it.
 
         Raises:
             ValueError: the session's method cannot start from this prefill, and why.
         """
-        compressor = session.compressor
         self._check(compressor)
         forward = replace(self.forward, passes=[], deferred={}, observer=compressor)
         assert self.cache.real is not None and self.cache.logits is not None
         cache.advance(None, self.cache.real.clone())
-        cache.begin_prompt(session.method.cap(self.cache.real) if compressor.limited else None)
+        cache.begin_prompt(compressor.method.cap(self.cache.real) if compressor.limited else None)
         cache.begin(forward)  # until all layers are in
         if cache.spec.codec_rope is not None:
             cache.note_shift(forward)
@@ -154,7 +144,7 @@ class SharedPrefill:
         return Prefilled(cache, logits, self.cache.real.clone())
 
     def _check(self, compressor: Compressor) -> None:
-        reason = cannot_share(compressor.method)
+        reason = unsupported_reason(compressor.method)
         wanted = compressor.needs
         more = wanted.window > self.needs.window or wanted.mass > self.needs.mass
         if reason is None and (more or (wanted.mass and wanted.decay != self.needs.decay)):
@@ -176,9 +166,15 @@ def prefill_once(
         kernel: as in `compress`.
     """
     prompt = torch.as_tensor(ids, dtype=torch.long).view(1, -1)
-    with _Recording(model, kernel, needs) as session:
-        cache = session.prefill(prompt.to(model.device)).cache
-        recorder = session.compressor
+    recorders: list[Recorder] = []
+
+    def pipeline(method: Method, n_layers: int, kernel: str, facts: ModelFacts) -> Recorder:
+        recorders.append(Recorder(method, n_layers, kernel, needs))
+        return recorders[-1]
+
+    with Session(model, Method(), kernel, pipeline=pipeline) as session:
+        cache = session.prefill(prompt.to(model.device), cache=session.new_cache(headroom=False)).cache
+    recorder = recorders[0]
     forward = recorder.forward or Forward(*_plain_forward(prompt.shape[1]))
     if needs.window and _window_bytes(cache, needs.window) <= cache.nbytes()["allocated"]:
         for layer in cache.full_layers:

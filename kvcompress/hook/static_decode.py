@@ -1,4 +1,4 @@
-"""The decode step with fixed shapes: tensors in, tensors out, so that it can be compiled or captured.
+"""Static decode step: fixed shapes, tensors in and out, so that it can be compiled or captured as a CUDA graph.
 
 Dense stores are given spare slots up to one of few capacities. A step writes each layer's new key, value and position into
 the column that a tensor names, and masks by position: nothing in it depends on a length that Python knows, so that one
@@ -29,7 +29,7 @@ FEW = 8  # rows of a product for which torch's own is slow on a CPU: measured, s
 DECODES = ("eager", "static", "compiled", "graph", "auto")
 
 
-class FixedLayer(compat.CacheLayerMixin):
+class StaticDecodeLayer(compat.CacheLayerMixin):
     """One layer's buffers as a step sees them."""
 
     is_sliding = False
@@ -77,7 +77,7 @@ class FixedLayer(compat.CacheLayerMixin):
         return self.positions.shape[2]
 
 
-class FixedCache(compat.Cache):
+class StaticDecodeCache(compat.Cache):
     """The cache of one step: a session's hooks let a forward on it pass."""
 
 
@@ -94,23 +94,27 @@ def step(
         flat: keys, values and positions of each layer, one layer after the other.
     """
     layers: list[Any] = [
-        FixedLayer((flat[3 * i], flat[3 * i + 1], flat[3 * i + 2]), columns[i : i + 1], position)
+        StaticDecodeLayer((flat[3 * i], flat[3 * i + 1], flat[3 * i + 2]), columns[i : i + 1], position)
         for i in range(len(flat) // 3)
     ]
-    output = model(input_ids=ids, position_ids=rotated, cache=FixedCache(layers), use_cache=True, logits_to_keep=1)
+    output = model(
+        input_ids=ids, position_ids=rotated, cache=StaticDecodeCache(layers), use_cache=True, logits_to_keep=1
+    )
     return output.logits[:, -1]
 
 
 # ---------------------------------------------------------------------- which sequences can be decoded so
 
 
-def refusal(model: PreTrainedModel, compressor: Any) -> str | None:
+def unsupported_reason(model: PreTrainedModel, compressor: Any) -> str | None:
     """Why no sequence of this model and method can be decoded with fixed shapes, or None."""
     kinds = set(compat.layer_types(model)) - {"full_attention"}
     if kinds:
         return (
             f"{model.config.model_type!r} has layers with {', '.join(sorted(kinds))}, whose cache is transformers' own"
         )
+    if not model.can_generate():
+        return f"a {type(model).__name__} has no language-modelling head"
     if compat.holds_latents(model):
         return f"{model.config.model_type!r} holds latents"
     parts = compressor.parts
@@ -127,7 +131,7 @@ def refusal(model: PreTrainedModel, compressor: Any) -> str | None:
     return None
 
 
-def unfit(cache: Any) -> str | None:
+def unsupported_cache(cache: Any) -> str | None:
     """Why what this cache holds cannot be decoded with fixed shapes, or None."""
     for layer in cache.full_layers:
         if layer.store is None:
@@ -151,7 +155,7 @@ def unfit(cache: Any) -> str | None:
 # ---------------------------------------------------------------------- how a step is run
 
 
-class Compiling(ValueError):
+class CompileError(ValueError):
     """The step of a model cannot be compiled or captured."""
 
 
@@ -164,7 +168,7 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
     The forward is traced once, with stand-ins for the numbers: whatever depends on them in Python is refused.
 
     Raises:
-        Compiling: a forward that depends on data, or no compiler.
+        CompileError: a forward that depends on data, or no compiler.
     """
     shapes = tuple((tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in inputs)
     weights = tuple(held.data_ptr() for held in (*model.parameters(), *model.buffers()))  # which it holds on to
@@ -179,7 +183,7 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
             lines = str(fault).strip().splitlines() or [""]
             known[key] = f"{type(fault).__name__}: {lines[0][:200]}"
     if isinstance(known[key], str):
-        raise Compiling(f"the step of {model.config.model_type!r} cannot be compiled ({known[key]})")
+        raise CompileError(f"the step of {model.config.model_type!r} cannot be compiled ({known[key]})")
     return known[key]
 
 
@@ -244,16 +248,16 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-class FixedStep:
+class StaticDecodeStep:
     """The step of one sequence batch, as long as its buffers last.
 
     Args:
-        layers: of its cache, fit for it (see `unfit`), with spare slots (`DenseStore.fix`).
+        layers: of its cache, fit for it (see `unsupported_cache`), with spare slots (`DenseStore.fix`).
         how: "static" runs the model's own Python each time, "compiled" what inductor made of it, "graph" replays what
             a static step launched on a CUDA device.
 
     Raises:
-        Compiling: see `compiled`.
+        CompileError: see `compiled`.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[Any], how: str):
@@ -281,7 +285,7 @@ class FixedStep:
                 if is_oom(fault):
                     raise
                 said = str(fault).splitlines() or [type(fault).__name__]
-                raise Compiling(f"the step of {model.config.model_type!r} cannot be captured ({said[0]})") from fault
+                raise CompileError(f"the step of {model.config.model_type!r} cannot be captured ({said[0]})") from fault
         for store in self.stores:  # what trying it out has written
             store.clear_spare()
 

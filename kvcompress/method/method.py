@@ -1,4 +1,4 @@
-"""What a method is: a frozen set of hyper-parameters, with the paper's defaults, that builds parts."""
+"""Method: a frozen set of hyper-parameters, with the paper's defaults, that builds parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from kvcompress.method.budget import Budget, NotTogether, cap, check_budget, is_unlimited
 from kvcompress.method.codec import GroupedCodec
+from kvcompress.method.field_kinds import CheckedFields
 from kvcompress.method.parts import (
     Allocator,
     Codec,
@@ -125,7 +126,7 @@ ILLEGAL: list[tuple[str, Any]] = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(CheckedFields):
     """A published method: hyper-parameters with the paper's defaults, and the parts they build.
 
     Attributes:
@@ -254,6 +255,19 @@ class Method:
     def limited(self) -> bool:
         """False if this method can never drop a token: no scorer, or budget 1.0."""
         return self.budget_kind == "held_tokens" and not is_unlimited(self.budget)
+
+    @property
+    def cache_reuse(self) -> Literal["prefix", "whole"]:
+        """What of a compressed cache another prompt can go on from.
+
+        "prefix": any part from the start, as what is held of a token follows from the tokens before it (groups of a
+        codec whole). "whole": nothing but all of it, as what is kept, or in which directions, depends on the rest of the
+        prompt: eviction, and parts that say `by_prompt`.
+        """
+        parts = self.parts()
+        evicts = parts.scorer is not None and self.limited
+        chosen = parts.codec.by_prompt or parts.reader.by_prompt or parts.prefill.by_prompt
+        return "whole" if evicts or chosen else "prefix"
 
     def make_scorer(self) -> Scorer | None:
         return None

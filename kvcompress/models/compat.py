@@ -57,6 +57,7 @@ __all__ = [
     "first_token",
     "foreign_attention",
     "is_empty_dynamic",
+    "is_full_attention",
     "head_sizes",
     "holds_latents",
     "kv_heads",
@@ -65,6 +66,7 @@ __all__ = [
     "new_layers",
     "only_rows",
     "register",
+    "registered_attention",
     "rotations",
     "text_config",
 ]
@@ -243,6 +245,20 @@ def register(attention: Callable[..., Any]) -> None:
     """Register our attention and mask under one name of their own; nothing of transformers' is replaced."""
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def registered_attention() -> Any:
+    """The attention function that is registered under our name now."""
+    return AttentionInterface._global_mapping.get(ATTENTION)
+
+
+def is_full_attention(module: torch.nn.Module) -> bool:
+    """True for an attention module of a decoder layer that attends to all earlier tokens."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if config is None or not isinstance(layer, int):
+        return False
+    types = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+    return layer < len(types) and types[layer] == "full_attention"
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

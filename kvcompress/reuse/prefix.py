@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from kvcompress.cache.cache import CompressedCache
-from kvcompress.hook import auxiliary
-from kvcompress.method.parts import Plain, Prefill, Prefilled
+from kvcompress.method.parts import Prefill, Prefilled, PromptRunner
 from kvcompress.models import compat
-from kvcompress.reuse.kv_store import ChunkKV, Damaged, KVStore
+from kvcompress.reuse.kv_store import ChunkKV, Damaged, KVStore, store_of
 
 Tensor = torch.Tensor
 
@@ -49,8 +48,11 @@ class PrefixReuse(Prefill):
                 session.cache = session.new_cache()
         return session.forward_prompt(ids, mask)  # others go on damaging what is there
 
+    def open_store(self, model):
+        return store_of(model, "chunks")
 
-def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
+
+def check_segments(session: PromptRunner, segments: Sequence[Tensor]) -> None:
     """Refuse what cannot be reused, before any work.
 
     Raises:
@@ -74,13 +76,13 @@ def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
         )
 
 
-def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
+def _run(session: PromptRunner, segments: Sequence[Tensor]) -> Prefilled:
     store = session.store
     before, spent = store.stats.copy(), 0.0
     sizes = [segment.shape[1] for segment in segments]
     whole = torch.cat(list(segments), dim=1)
     # scorers look at the last queries, which have to be made in one forward: as many segments as that takes
-    window = session.compressor.needs.window if session.compressor.limited else 0
+    window = session.observed_queries
     tail = next((n for n in range(1, len(sizes)) if sum(sizes[-n:]) >= window), len(sizes))
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - tail)]
     starts = [0, *ends][: len(ends)]
@@ -97,10 +99,10 @@ def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
     cache = session.cache
     direct = cache.spec.codec.name == "plain" and cache.spec.compact_rope is None
     if missing:
-        scratch = cache if direct else _exact(session)
+        scratch = cache if direct else session.new_cache(exact=True)
         session.cache = scratch
         place(session, whole[:, :reused], chunks)
-        session._forward("append", whole[:, reused : missing[-1][1]], None)
+        session.forward("append", whole[:, reused : missing[-1][1]])
         at = time.perf_counter()
         chunks += [_keep(store, scratch, whole, start, end) for start, end in missing]
         spent = time.perf_counter() - at
@@ -129,11 +131,6 @@ def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
     return prefilled
 
 
-def _exact(session: Any) -> CompressedCache:
-    """An empty cache that holds keys and values as the model makes them."""
-    return session.new_cache(codec=Plain(), compact_rope=None, limited=False)
-
-
 def _keep(store: KVStore, cache: CompressedCache, whole: Tensor, start: int, end: int) -> ChunkKV:
     """Store the rows of a part of the prompt."""
     pairs = [cache.keys_values(index) for index in range(len(cache.layers))]
@@ -143,27 +140,16 @@ def _keep(store: KVStore, cache: CompressedCache, whole: Tensor, start: int, end
     return store.put(whole[0, start:end], keys, values, lead=whole[0, :start], form=FORM)
 
 
-@torch.no_grad()
-def place(session: Any, ids: Tensor, chunks: Sequence[ChunkKV]) -> None:
+def place(session: PromptRunner, ids: Tensor, chunks: Sequence[ChunkKV]) -> None:
     """Put the rotated keys and values of `ids [1, n]` at the end of the session's cache, as if they had been appended.
 
     Raises:
         Damaged: a chunk is not what was stored; the cache is of no use any more.
     """
-    if not chunks:
-        return
-    cache, before = session.cache, session._phase
-    session._phase = "append"
-    try:
-        forward = session._describe(cache, ids, None)
-    finally:
-        session._phase = before
-    auxiliary.plan(session, cache, forward, ids)
-    cache.begin(forward)
-    modules = compat.decoder_layers(session.model)
-    for index, (layer, module) in enumerate(zip(cache.layers, modules, strict=True)):
-        pairs, device = [chunk.layer(index) for chunk in chunks], next(module.parameters()).device
-        keys, values = (torch.cat([pair[side] for pair in pairs], dim=2).to(device) for side in (0, 1))
-        layer.update(keys, values, kwargs={})
-        layer.end_attention()
-    cache.end()
+
+    def rows(layer: int) -> tuple[Tensor, Tensor]:
+        pairs = [chunk.layer(layer) for chunk in chunks]
+        return torch.cat([keys for keys, _ in pairs], dim=2), torch.cat([values for _, values in pairs], dim=2)
+
+    if chunks:
+        session.load(ids, rows)

@@ -16,7 +16,8 @@ class Outcome:
         status: a record's status, or `done` (finished before), `same` (equals an earlier cell of this sweep), `stale`
             (finished with other sources; not run), `running` (another process has it), `dry` (only planned), `dropped`
             (legal settings that do not go together, as a sweep over all combinations has them) or `refused` (an illegal
-            configuration, or a folder that cannot be written to). Nothing was run or written of those two.
+            configuration, or a folder that cannot be written to). Nothing was run or written of those two. `full` stands
+            for all cells that are left when the disk takes no more.
         record: as written to disk, empty where there is none.
         note: why, in one line.
         folder: of the run, None where the configuration was not understood.
@@ -39,7 +40,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        return self.status in ("failed", "oom", "refused", "partial")
+        return self.status in ("failed", "oom", "refused", "partial", "full")
 
 
 Listener = Callable[[Outcome], object]  # told of each outcome as soon as it is known; must not raise

@@ -57,7 +57,7 @@ def build(spec: CellSpec, rows: Rows, status: str, error: str | None, expected: 
         "protocol.chunking": parts["prefill"],
         "protocol.shared": shared,
         "protocol.task_version": task.version,
-        "protocol.lengths": ", ".join(map(str, getattr(task, "lengths", ()))) or None,
+        "protocol.lengths": ", ".join(map(str, task.stated_lengths())) or None,
         "protocol.pair": spec.pair,
         **{f"protocol.{name}": value for name, value in task.provenance().items()},
         "sanity.gold": sanity.gold,

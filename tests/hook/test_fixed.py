@@ -18,7 +18,7 @@ import kvcompress.conf
 from kvcompress import compress
 from kvcompress.cache.layouts.dense import rounded
 from kvcompress.hook import static_decode
-from kvcompress.methods import H2O, KIVI, AdaKV, Full, Quest, SnapKV
+from kvcompress.methods import H2O, KIVI, AdaKV, Full, KVzip, Quest, SnapKV
 from kvcompress.sweep import config
 from kvcompress.sweep.launcher.scheduler import Scheduler
 
@@ -43,7 +43,7 @@ def assert_same(eager, other, exact=True):
     assert torch.allclose(other[1], eager[1], atol=1e-4)
     ours, theirs = other[2], eager[2]
     assert torch.equal(ours.real, theirs.real) and ours.get_seq_length() == theirs.get_seq_length()
-    assert ours.kept_max == theirs.kept_max and torch.equal(ours.kept_tokens(), theirs.kept_tokens())
+    assert ours.sequence.kept_max == theirs.sequence.kept_max and torch.equal(ours.kept_tokens(), theirs.kept_tokens())
     for layer in range(len(ours.layers)):
         positions = ours.positions(layer)
         assert torch.equal(positions, theirs.positions(layer))
@@ -110,8 +110,10 @@ def test_what_follows_goes_on_from_a_fixed_step_as_from_an_eager_one():
 
 
 def test_a_cache_that_does_not_go_is_not_stepped_with_the_step_of_another(monkeypatch):
-    model, found, inner = small_model(), [], static_decode.FixedStep
-    monkeypatch.setattr("kvcompress.hook.stepper.FixedStep", lambda model, layers, how: inner(model, layers, "static"))
+    model, found, inner = small_model(), [], static_decode.StaticDecodeStep
+    monkeypatch.setattr(
+        "kvcompress.hook.stepper.StaticDecodeStep", lambda model, layers, how: inner(model, layers, "static")
+    )
     for decode in ("eager", "auto"):
         with compress(model, AdaKV(budget=20, window=3), decode=decode) as session:
             session.prefill(random_ids(1, 12))  # shorter than the budget: dense
@@ -216,14 +218,14 @@ def test_a_step_that_cannot_be_captured_is_refused_and_memory_that_does_not_do_i
         for fault, raised, words in (
             (
                 RuntimeError("operation not permitted when stream is capturing\nmore"),
-                static_decode.Compiling,
+                static_decode.CompileError,
                 "not permitted",
             ),
             (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "out of memory"),
         ):
             monkeypatch.setattr(static_decode, "captured", lambda run, fault=fault: (_ for _ in ()).throw(fault))
             with pytest.raises(raised, match=words):
-                static_decode.FixedStep(model, layers, "graph")
+                static_decode.StaticDecodeStep(model, layers, "graph")
 
 
 def test_unknown_ways_and_a_graph_without_its_device_are_refused():
@@ -336,3 +338,20 @@ def test_a_captured_step_reads_what_is_written_into_its_tensors(monkeypatch):
     second = replay()
     assert first.tolist() == [2.0] * 3 and second.tolist() == [10.0] * 3  # the first is not written over
     assert graphs[0].replays == 2 and order == ["wait", "wait"]
+
+
+def test_a_method_that_repeats_the_prompt_knows_tokens_of_static_steps_in_the_next_turn():
+    model, ids, later = small_model(), random_ids(1, 30), random_ids(1, 9, 1)
+
+    class Tokenizer:
+        def encode(self, text, add_special_tokens=False):
+            return [5, 6]
+
+    found = []
+    for decode in ("eager", "static"):
+        with compress(model, KVzip(budget=0.5), tokenizer=Tokenizer(), decode=decode) as session:
+            session.prefill(ids)
+            session.generate(NEW)
+            session.prefill(later, cache=session.cache)
+            found.append([session.cache.positions(layer).tolist() for layer in range(len(session.cache.layers))])
+    assert found[0] == found[1]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
-from kvcompress.hook import compression
+from kvcompress.hook import evictor
 from kvcompress.method import Chunked, OneShot, Schedule
 from kvcompress.methods import H2O, METHODS, TOVA, SnapKV, StreamingLLM
 
@@ -264,7 +264,7 @@ def test_slots_emptied_in_place_change_nothing(name, monkeypatch):
     ids, mask = left_padded([22, 15])
     held = []
     for holes in (16, 3, 0):
-        monkeypatch.setattr(compression, "MAX_HOLES", holes)
+        monkeypatch.setattr(evictor, "MAX_HOLES", holes)
         with compress(MODEL, make(name, 0.4, schedule=Schedule(every=1))) as session:
             session.prefill(ids, attention_mask=mask)
             session.generate(10)

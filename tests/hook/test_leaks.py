@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import CODED, REPRESENTATIVE, THROUGH_MODEL, all_held, every_method, feed, fingerprint, grid, make
 from reference import stock_logits
-from small_models import left_padded, random_ids, small_model
+from small_models import altered, left_padded, random_ids, small_model
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvcompress import compress
@@ -78,6 +78,30 @@ def test_after_the_block_the_model_is_the_stock_model(name, implementation):
     assert anatomy(model) == before
     assert torch.equal(stock_logits(model, ids, mask), logits)
     assert "generate" not in vars(model) and "forward" not in vars(model)
+
+
+def weight_without_a_version(model):
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        weight_without_a_version,
+        lambda model: model.set_attn_implementation("sdpa"),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.train(),
+        lambda model: setattr(model, "generate", None),
+        lambda model: setattr(model.generation_config, "eos_token_id", 3),
+        lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None),
+    ],
+)
+def test_a_test_that_alters_a_shared_model_is_noticed_and_the_next_gets_a_new_one(change):
+    model = small_model(seed=77, num_hidden_layers=2)
+    assert altered() == [] and small_model(seed=77, num_hidden_layers=2) is model
+    change(model)
+    (found,) = altered()
+    assert "('seed', 77)" in found and small_model(seed=77, num_hidden_layers=2) is not model
 
 
 def test_an_exception_in_a_scorer_leaves_the_stock_model():

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import EVICTING, LONG, REPRESENTATIVE, grid, make
+from helpers import EVICTING, LONG, REPRESENTATIVE, grid, make, thinned
 from small_models import random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.observed import LayerObserved
-from kvcompress.hook.shared_prefill import cannot_share, prefill_once
+from kvcompress.hook.shared_prefill import prefill_once, unsupported_reason
 from kvcompress.method import Chunked, Needs
 from kvcompress.method.scorers import ScorerOver
 from kvcompress.methods import ChunkKV, CriticalKV, ExpectedAttention, Full, SnapKV, StreamingLLM
@@ -20,7 +20,7 @@ from kvcompress.methods.adakv import Ada
 
 BUDGETS = (0.2, 0.5, 24)
 UNION = Needs(window=8)
-SHARING = [name for name in EVICTING if cannot_share(make(name, 0.5)) is None]
+SHARING = [name for name in EVICTING if unsupported_reason(make(name, 0.5)) is None]
 
 
 def needs_of(method):
@@ -70,6 +70,14 @@ def test_a_method_gets_from_a_shared_prefill_what_it_gets_from_its_own(name, bud
     assert_same(followed(model, method, ids), followed(model, method, ids, shared))
 
 
+@pytest.mark.parametrize("name", ["Quest", "ShadowKV", "FlexiCache", "Indexer"])
+def test_a_reader_reads_as_many_pages_after_a_shared_prefill_as_after_its_own(name):
+    """Its share is of the prompt, which ends where the shared one does, whatever is decoded."""
+    model, ids, method = small_model(), random_ids(1, 81), make(name, 0.3)
+    shared = prefill_once(model, ids, needs_of(method))
+    assert_same(followed(model, method, ids), followed(model, method, ids, shared))
+
+
 @pytest.mark.parametrize(
     "method",
     [
@@ -83,7 +91,7 @@ def test_a_method_gets_from_a_shared_prefill_what_it_gets_from_its_own(name, bud
 )
 def test_a_scorer_over_another_that_only_scores_shares_a_prefill(method):
     model, ids = small_model(), random_ids(1, 80)
-    assert cannot_share(method) is None
+    assert unsupported_reason(method) is None
     shared = prefill_once(model, ids, needs_of(method))
     assert_same(followed(model, method, ids), followed(model, method, ids, shared))
 
@@ -95,7 +103,7 @@ def test_a_scorer_over_one_that_observes_does_not_share():
             return ScorerOver(ExpectedAttention(budget=0.5).make_scorer())
 
     assert ExpectedAttention(budget=0.5).make_scorer().observes
-    assert "observes more" in cannot_share(OverObserver(budget=0.5))
+    assert "observes more" in unsupported_reason(OverObserver(budget=0.5))
 
 
 def test_a_prefill_made_under_another_adapter_or_other_weights_is_not_taken():
@@ -124,8 +132,10 @@ def test_a_prefill_made_under_another_adapter_or_other_weights_is_not_taken():
         assert_same(followed(model, method, ids), followed(model, method, ids, shared))
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "qwen2", "glm4"])
-@pytest.mark.parametrize("name", ["H2O", "CAKE", "AdaKV", "Full"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    thinned(["gemma3_text", "gpt_oss", "qwen2", "glm4"], ["H2O", "CAKE", "AdaKV", "Full"], every=2),
+)
 def test_windows_soft_caps_and_sinks_are_shared_as_well(architecture, name):
     model, ids = small_model(architecture), random_ids(1, 60)
     method = make(name, 0.3) if name != "Full" else Full()
@@ -206,10 +216,15 @@ def test_other_ids_are_prefilled_by_the_model():
 )
 def test_a_method_that_cannot_share_says_why(method, says):
     model, ids = small_model(), random_ids(1, 40)
-    assert says in cannot_share(method)
+    assert says in unsupported_reason(method)
     with compress(model, method, shared=prefill_once(model, ids, UNION)) as session:
         with pytest.raises(ValueError, match=says):
             session.prefill(ids)
+
+
+@pytest.mark.parametrize("name", ["ChunkKV", "CriticalKV"])
+def test_a_scorer_over_another_that_observes_nothing_itself_shares_a_prefill(name):
+    assert unsupported_reason(make(name, 0.4)) is None and name in SHARING
 
 
 def test_a_prefill_that_observed_too_little_is_refused():

@@ -61,14 +61,14 @@ def passing(monkeypatch):
     """Which tokens each layer of the last fused forward computed, filled in as it runs."""
     found = []
 
-    class Spied(selective_recompute.Fusion):
+    class Spied(selective_recompute.SelectiveRecompute):
         def fuse(self, layer, keys, values):
             if layer == 0:
                 found.clear()
             found.append(list(range(self.length)) if self.passing is None else self.passing.tolist())
             return super().fuse(layer, keys, values)
 
-    monkeypatch.setattr(selective_recompute, "Fusion", Spied)
+    monkeypatch.setattr(selective_recompute, "SelectiveRecompute", Spied)
     return found
 
 
@@ -399,8 +399,8 @@ def test_a_chunk_that_proves_damaged_half_way_is_computed_anew():
     class Breaking(KVStore):
         broken = True
 
-        def get(self, ids, lead=(), form="raw"):
-            chunk = super().get(ids, lead, form)
+        def get(self, ids, lead=(), form="raw", disk=True):
+            chunk = super().get(ids, lead, form, disk=disk)
             if chunk is None or not self.broken or len(ids) != 16:
                 return chunk
             store = self
@@ -543,7 +543,7 @@ def test_forks_and_decoding_go_on_from_a_blended_cache():
         tokens = session.generate(8).tokens
         session.cache = fork
         assert session.generate(8).tokens == tokens
-        assert session.report()["reuse"] == cache.reuse
+        assert session.report()["reuse"] == cache.sequence.reuse
 
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -656,8 +656,8 @@ def test_presets_are_what_their_sources_do():
 
 def test_a_run_with_reuse_is_no_baseline_and_shares_no_prefill():
     """Sweeps run it alone, and say why; boards measure it against the full cache."""
-    from kvcompress.hook.shared_prefill import cannot_share
+    from kvcompress.hook.shared_prefill import unsupported_reason
 
-    assert cannot_share(CacheBlend()) == "prefill=cacheblend is its own"
+    assert unsupported_reason(CacheBlend()) == "prefill=cacheblend is its own"
     record = {"status": "ok", **{f"parts.{k}": v for k, v in CacheBlend().parts().names().items()}}
     assert not is_baseline(record) and is_baseline(record | {"parts.prefill": "oneshot"})

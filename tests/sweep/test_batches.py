@@ -16,6 +16,7 @@ from kvcompress import compress
 from kvcompress.data.task import Sample, Turn
 from kvcompress.method import Chunked, Method
 from kvcompress.sweep import batches, record
+from kvcompress.sweep.launcher.model_pool import ModelPool
 from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import LongBenchV2, MultiQuestion, Needle, Passkey
 
@@ -224,7 +225,7 @@ def test_the_limit_in_bytes_keeps_batches_small(cell):
     ],
 )
 def test_what_cannot_be_batched_is_said_before_a_model_is_loaded(cell, monkeypatch, overrides, status, said):
-    monkeypatch.setattr(Scheduler, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     outcome = runner()(cell("batch=4", *overrides, short=False))
     assert (outcome.status, said in outcome.note) == (status, True), outcome.note
 

@@ -9,7 +9,7 @@ import torch
 from sweeps import SHARED, TOGETHER, cells, left, sweep
 
 from kvcompress.hook import joint_decoding
-from kvcompress.hook.joint_decoding import Batch, Member
+from kvcompress.hook.joint_decoding import Batch, BatchedSession
 from kvcompress.sweep import record
 from kvcompress.sweep.launcher import memory_plan, strategies
 from kvcompress.sweep.launcher.options import Options
@@ -32,7 +32,7 @@ def storages(what, found, seen):
             storages(value, found, seen)
     elif type(what).__module__.startswith("kvcompress"):
         for name, value in vars(what).items():
-            if name not in ("model", "batch", "baton", "owner"):
+            if name not in ("model", "batch", "handoff", "owner"):
                 storages(value, found, seen)
 
 
@@ -41,7 +41,7 @@ def peak(monkeypatch):
     """The most bytes that a shared prefill, the cells that start from it and their rows held at any decode step."""
     now = SimpleNamespace(bytes=0, cells=0, turns=[])
     members, shared = [], []
-    step, run, enter = Batch.step, strategies.decode_together, Member.__enter__
+    step, run, enter = Batch.step, strategies.decode_together, BatchedSession.__init__
 
     def watched(batch, asked):
         logits = step(batch, asked)
@@ -58,12 +58,12 @@ def peak(monkeypatch):
         now.turns.append(len(jobs))
         return run(model, jobs, prefill, kernel)
 
-    def entered(member):
+    def entered(member, *args):
         members.append(member)
-        return enter(member)
+        enter(member, *args)
 
     monkeypatch.setattr(Batch, "step", watched)
-    monkeypatch.setattr(Member, "__enter__", entered)
+    monkeypatch.setattr(BatchedSession, "__init__", entered)
     monkeypatch.setattr(strategies, "decode_together", turn)
     return now
 

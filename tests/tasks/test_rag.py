@@ -23,6 +23,7 @@ from kvcompress.report import reuse
 from kvcompress.reuse import kv_store
 from kvcompress.reuse.prefix import PrefixReuse
 from kvcompress.sweep import record
+from kvcompress.sweep.launcher.model_pool import ModelPool
 from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import Rag
 from kvcompress.tasks.rag import PREFIX, WAYS, answer_of, f1
@@ -140,7 +141,7 @@ def test_longbench_is_parted_at_its_numbers_and_own_files_are_read_too(tmp_path)
 
 
 def fitted(texts, room, how="drop", most=None, answers=("zebra",)):
-    record = passages.Asked("r", tuple(text + "\n\n" for text in texts), "q?", answers)
+    record = passages.MultiDocQuestion("r", tuple(text + "\n\n" for text in texts), "q?", answers)
     return passages.fit(record, len_encoder(), room, how, most, None)
 
 
@@ -424,7 +425,7 @@ def test_a_model_that_prefix_reuse_cannot_serve_says_how_to_go_without(musique):
 
 @pytest.mark.parametrize("dry", ["false", "true"])
 def test_a_limit_without_room_for_passages_ends_the_cell_before_a_model_is_loaded(tmp_path, musique, monkeypatch, dry):
-    monkeypatch.setattr(Scheduler, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     common = [f"paths.results={tmp_path}/results", f"task.source={musique}", "model=random/llama", "task=rag"]
     (outcome,) = Scheduler(Console(file=(tmp_path / "log").open("w"))).sweep(
         [composed(*common, "method=cacheblend", "task.max_tokens=120", f"dry={dry}")]

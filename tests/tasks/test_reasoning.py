@@ -18,6 +18,7 @@ from kvcompress.data import grading, hub, reasoning
 from kvcompress.methods import RKV
 from kvcompress.models.random_models import byte_tokenizer
 from kvcompress.sweep import cell_spec, components, config
+from kvcompress.sweep.launcher.model_pool import ModelPool
 from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import AIME24, GSM8K, MATH500, TASKS
 from kvcompress.tasks.fidelity import read_texts
@@ -107,19 +108,19 @@ def test_the_data_folder_is_taken_before_the_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"question": "Why?"}\n', "sample 0 .* has no answer; its fields: question"),
-        ('{"question": "Why?", "answer": "1"}\n{"question": "Why?", "answer": ""}\n', "sample 1 .* has no answer"),
+        ('{"question": "Why?"}\n', "line 1 has no answer; its fields: question"),
+        ('{"question": "Why?", "answer": "1"}\n{"question": "Why?", "answer": ""}\n', "line 2 has no answer"),
         ('{"answer": "3"}\n', "has no question"),
-        ('{"question": "Why?", "answer": ["3"]}\n', "sample 0 .*: answer must be text or a number, found list"),
-        ('{"question": ["Why?"], "answer": "3"}\n', "sample 0 .* must be text, found list"),
-        ("{broken\n", "line 1 is no JSON"),
-        ("[1]\n", "line 1 is a list"),
-        ("\n", "holds no sample"),
-        (None, "cannot be read"),
+        ('{"question": "Why?", "answer": ["3"]}\n', "line 1: answer must be text or a number, found list"),
+        ('{"question": ["Why?"], "answer": "3"}\n', "line 1.* must be text, found list"),
+        ("{broken\n", "line 1: no JSON"),
+        ("[1]\n", "line 1: a JSON object is needed, found list"),
+        ("\n", "holds no record"),
+        (None, "cannot read"),
     ],
 )
 def test_bad_data_is_named_before_a_model_is_loaded(text, said, tmp_path, cell, runner, monkeypatch):
-    monkeypatch.setattr(Scheduler, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     path = tmp_path / "bad.jsonl"
     if text is not None:
         path.write_text(text)
@@ -143,7 +144,7 @@ def test_bad_data_is_named_before_a_model_is_loaded(text, said, tmp_path, cell, 
     ],
 )
 def test_bad_settings_are_named_before_a_model_is_loaded(overrides, said, file, cell, runner, monkeypatch):
-    monkeypatch.setattr(Scheduler, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     outcome = runner(cell("task=reasoning/gsm8k", f"task.path={file}", *overrides))
     assert outcome.status in ("refused", "dropped") and said in outcome.note
 

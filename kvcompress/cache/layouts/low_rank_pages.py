@@ -1,4 +1,4 @@
-"""Keys of full pages as coordinates in a basis of their own prompt: what a page's keys are made from when it comes back."""
+"""Low-rank keys of pages (ShadowKV): coordinates in a basis of the prompt, from which a page's keys are rebuilt."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LowRankKeyPages:
         """
         batch, heads, n, width = keys.shape
         full = torch.div(counts, size, rounding_mode="floor")
-        real = torch.arange(n)[None] < (full * size)[:, None]
+        real = torch.arange(n)[None] < counts[:, None]
         flat = keys.transpose(1, 2).flatten(2).float() * real[..., None].to(keys.device)
         # eigenvectors of the products of channels are the right singular vectors, largest last
         basis = torch.linalg.eigh(flat.mT @ flat).eigenvectors[..., -min(rank, heads * width) :]

@@ -5,31 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvcompress.hook.generation import Generation
-from kvcompress.hook.session import Session, Tensor
+from torch import Tensor
 
 CLOSE = 1e-3  # logits: two kernels differ in the last digits, so a nearer second token may win
 
 
-class MarginRecorder(Session):
-    """A session that notes, per answer and token, the margin between the best and the second logit."""
+class MarginRecorder:
+    """Records the margin between the best and the second logit, per answer and token: a session's `on_logits`."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self) -> None:
         self.margins: list[list[float]] = []
 
-    def generate(self, *args: Any, **kwargs: Any) -> Generation:
-        self.margins.append([])
-        if self.cache is not None and self.cache.pending is None and self.cache.logits is not None:
-            self._note_margin(self.cache.logits)
-        return super().generate(*args, **kwargs)
-
-    def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
-        logits = super().step(ids, real)
-        self._note_margin(logits)
-        return logits
-
-    def _note_margin(self, logits: Tensor) -> None:
+    def __call__(self, number: int, logits: Tensor) -> None:
+        if number == 0:
+            self.margins.append([])
         best, second = logits[0].float().topk(2).values.tolist()
         self.margins[-1].append(best - second)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from kvcompress.common.memory import is_oom
 from kvcompress.sweep import record, record_builder
 from kvcompress.sweep.cell_spec import CellSpec
+from kvcompress.sweep.faults import text_of
 from kvcompress.sweep.launcher.lock import Lock, locked
 from kvcompress.sweep.outcome import Outcome, last_line
 from kvcompress.sweep.sanity import Sanity
+from kvcompress.sweep.stored_config import plain_yaml, typed_paths
 
 
 class CellRun:
@@ -35,6 +34,7 @@ class CellRun:
         self._sanity = Sanity()
         self._lock = Lock(self.folder.path / "lock")
         self._stamp = self.folder.stamp()  # of a record that was there before
+        self._rows_hold = True  # False where a record says otherwise than its samples: either may be wrong
 
     @property
     def open(self) -> bool:
@@ -70,14 +70,32 @@ class CellRun:
             if found["status"] != "partial" and self.folder.stamp() != self._stamp:  # since this sweep began
                 return self.set_outcome(found["status"], found, "in another process: " + last_line(found["error"]))
             return None
+        wrong = self._fault(found)
+        if wrong is not None:
+            record.warn_once(f"{self.folder.path / 'record.json'}: {wrong.text}; it is made again")
+            self._rows_hold &= wrong.rows_hold
+            return None
         stale, resume = found.get("versions.source") != self.spec.source, self.spec.config.resume
         if stale and resume == "auto":
             note = "made with other sources: resume=refresh runs it again, resume=any keeps it"
             return self.set_outcome("stale", found, note)
         return self.set_outcome("done", found, "finished before") if not stale or resume == "any" else None
 
+    def _fault(self, found: Mapping[str, Any]) -> record.Fault | None:
+        """Why a finished record is not this cell's, or not what its samples say."""
+        spec = self.spec
+        mine = {key: spec.identity[key] for key in ("budget", "seed", "dtype", "device")}
+        mine |= {"run_id": spec.run_id, "method": spec.config.method.name, "protocol.pair": spec.pair}
+        mine |= {f"parts.{name}": value for name, value in spec.identity["parts"].items()}
+        for key, value in mine.items():
+            if found.get(key) != value:
+                return record.Fault(f"{key} is {found.get(key)!r}, but {value!r} in its cell", True)
+        return self.folder.fault(found)
+
     def stored_rows(self) -> dict[str, dict[str, Any]]:
         """Finished samples by id that this run would keep: with `resume=any` those of other sources too."""
+        if not self._rows_hold:
+            return {}
         return self.folder.rows(None if self.spec.config.resume == "any" else self.spec.source)
 
     def acquire(self) -> Outcome | None:
@@ -93,7 +111,7 @@ class CellRun:
                 return self.outcome
             kept = self.stored_rows()
             with locked(self.spec.sweep / ".lock"):
-                self.folder.open(OmegaConf.to_yaml(self.spec.config, resolve=True))
+                self.folder.open(plain_yaml(self.spec.config))
                 self.folder.start(kept.values())
         except OSError as error:
             self._lock.release()
@@ -108,16 +126,37 @@ class CellRun:
         self._lock.release()
 
     def expect(self, ids: Iterable[str], sanity: Sanity) -> None:
-        """Take note of the samples there are, in the task's order, and how their right and empty answers score."""
+        """Take note of the samples there are, in the task's order, and how their right and empty answers score.
+
+        Of the samples that are finished those stay that the task has and can summarise; others are told and run again.
+
+        Raises:
+            OSError: what stays cannot be written.
+        """
         self._order, self._sanity = list(ids), sanity
+        kept, known = {}, set(self._order)
+        for name, row in self.stored_rows().items():
+            try:
+                if name not in known:
+                    raise ValueError("the task has no such sample")
+                if not row["out"].get("oom"):
+                    self.spec.task.summarise([row])
+                kept[name] = row
+            except Exception as error:  # whatever a damaged row makes of a task's code
+                where = self.folder.path / "samples.jsonl"
+                record.warn_once(f"{where}: sample {name!r:.60}: {type(error).__name__}: {error}; left out")
+        if kept.keys() != self.finished_ids:
+            self.folder.keep(kept.values())
+            self.finished_ids = set(kept)
 
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Write one finished sample.
 
         Raises:
             OSError: it cannot be written.
+            ValueError: it could not be read back.
         """
-        self.folder.append(row)
+        self.folder.append(record.readable_row(row))
         self.finished_ids.add(row["id"])
 
     def finish(self, status: str, error: str | None = None) -> Outcome:
@@ -130,7 +169,7 @@ class CellRun:
         rows = list(self.folder.rows().values())
         written = record_builder.build(self.spec, rows, status, error, len(self._order), self._sanity)
         with locked(self.spec.sweep / ".lock"):
-            self.folder.finish(written)
+            self.folder.finish(record.readable_record(written))
             record.fill_deltas(self.spec.sweep, self.spec.run_id)
         written = self.folder.record() or written
         return self.set_outcome(written["status"], written, last_line(written["error"]), fresh=True)
@@ -138,7 +177,7 @@ class CellRun:
     def fail(self, fault: BaseException) -> Outcome:
         """Close the cell that `fault` ended; its traceback goes into the record. Raises no exception."""
         status = "oom" if is_oom(fault) else "failed"
-        text = "".join(traceback.format_exception(fault))
+        text = text_of(fault, typed_paths(self.spec.config))
         try:
             return self.finish(status, text)
         except Exception as again:  # a full disk, a folder that was taken away

@@ -6,14 +6,16 @@ writes the same records to the same folder, and locks keep it apart from others.
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcompress.sweep.launcher.lock import Lock
+from kvcompress.sweep.launcher.lock import FileLock
 from kvcompress.sweep.launcher.options import Options
 from kvcompress.sweep.outcome import Listener, Outcome
 
@@ -26,7 +28,7 @@ Listen = Callable[
     [Sequence[Any]], Sequence[Listener]
 ]  # configurations → listeners; found by its name in another process
 
-_gpu: Lock | None = None  # held by this process for as long as it lives
+_gpu: FileLock | None = None  # held by this process for as long as it lives
 
 
 def run_part(part: Part, options: Options, listen: Listen | None = None) -> list[Outcome]:
@@ -69,14 +71,33 @@ def take_gpu(count: int | None = None, folder: Path | None = None) -> int | None
         import torch
 
         count = torch.cuda.device_count()
-    folder = folder or Path(tempfile.gettempdir())
-    for number in range(count):
-        lock = Lock(folder / f"kvcompress-gpu-{number}.lock")
+    folder = folder or own_folder()
+    for number in range(count if folder is not None else 0):
+        assert folder is not None
+        lock = FileLock(folder / f"kvcompress-gpu-{number}.lock")
         if lock.acquire():
             _gpu = lock
             os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
             return number
     return None  # more workers than GPUs: they share what there is
+
+
+def own_folder() -> Path | None:
+    """A folder of this user's alone in the shared folder of temporary files, or None: what lies there is another's."""
+    path = Path(tempfile.gettempdir()) / f"kvcompress-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or hasattr(os, "getuid")
+            and (found.st_uid, found.st_mode & 0o022) != (os.getuid(), 0)
+        ):
+            raise OSError("it is not a folder of this user alone")
+    except OSError as error:
+        logger.warning("workers share the GPUs: %s cannot hold their locks: %s", path, error)
+        return None
+    return path
 
 
 def on_joblib(

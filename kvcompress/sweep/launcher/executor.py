@@ -84,10 +84,10 @@ class GroupExecutor:
             self._fail_all(self.group.open_cells(), fault)
             return None
         for cell in self.group.open_cells():
-            cell.expect([sample.id for sample in samples], found)
             try:
+                cell.expect([sample.id for sample in samples], found)
                 check_lengths(samples, model, cell.spec.method)
-            except ValueError as fault:
+            except (ValueError, OSError) as fault:
                 self._fail(cell, fault)
         return Workload(model, tokenizer, [with_ends(sample, ends) for sample in samples])
 

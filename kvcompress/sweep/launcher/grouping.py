@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcompress.hook.shared_prefill import cannot_share, needs_of
+from kvcompress.hook import shared_prefill
+from kvcompress.hook.scoring import needs_of
 from kvcompress.method import Needs
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.launcher import sweep_file
@@ -56,7 +57,7 @@ def unshared_reason(spec: CellSpec) -> str | None:
     if not spec.task.shares_prefill:
         return f"task={spec.task.name} measures the prefill itself"
     try:
-        return cannot_share(spec.method) or None
+        return shared_prefill.unsupported_reason(spec.method)
     except ValueError as error:  # it will say so again when it runs
         return str(error)
 
@@ -106,15 +107,13 @@ def listed(specs: Sequence[CellSpec]) -> str:
     return "; ".join(texts)
 
 
-def note_cells(specs: Sequence[CellSpec]) -> None:
-    """Write down which cells each sweep has; the same cell may be asked for by several settings.
+def note_cells(specs: Iterable[CellSpec]) -> None:
+    """Write down which cells each sweep has.
 
     Raises:
         ValueError: as of `sweep_file.note_cells`.
     """
-    key = sweep_file.RequestKeys()
     cells: dict[Path, dict[str, Mapping[str, Any]]] = {}
-    requests: dict[Path, dict[str, str]] = {}
     for spec in specs:
         cells.setdefault(spec.sweep, {})[spec.run_id] = {
             "method": str(spec.config.method.name),
@@ -123,8 +122,5 @@ def note_cells(specs: Sequence[CellSpec]) -> None:
             "model": str(spec.config.model.name),
             "seed": spec.config.seed,
         }
-        asked = key(spec.config)
-        if asked is not None:
-            requests.setdefault(spec.sweep, {})[asked] = spec.run_id
     for sweep in sorted(cells):
-        sweep_file.note_cells(sweep, cells[sweep], requests.get(sweep))
+        sweep_file.note_cells(sweep, cells[sweep])

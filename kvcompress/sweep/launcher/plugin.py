@@ -16,11 +16,15 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from kvcompress.sweep.compose import compose_once_per_choice
 from kvcompress.sweep.launcher.engines import ENGINES, part_runner
 from kvcompress.sweep.launcher.options import Options
+from kvcompress.sweep.launcher.sweeper import CellSweeper, store_sweeper
+from kvcompress.sweep.stored_config import resolve
+
+__all__ = ["CellSweeper", "SharedLauncher", "register_launcher", "store_launcher"]
 
 NAMESPACE = "hydra_plugins.kvcompress_launcher"  # Hydra takes launchers from below hydra_plugins only
 
@@ -106,7 +110,7 @@ def _composed(config: DictConfig) -> JobReturn:
         job.hydra_cfg, job.cfg = cast(DictConfig, HydraConfig.instance().cfg), config
         with open_dict(job.cfg):
             del job.cfg["hydra"]
-        OmegaConf.resolve(job.cfg)
+        resolve(job.cfg)  # what comes from the environment is read where it is used, and not written down
         job.status, job.return_value = JobStatus.COMPLETED, None  # faults are in records and the summary
         return job
     finally:
@@ -128,7 +132,8 @@ class SharedLauncherConfig:
 
 
 def store_launcher() -> None:
-    """Make `hydra/launcher=shared` a choice."""
+    """Make `hydra/launcher=shared` a choice, and `hydra/sweeper=cells`."""
+    store_sweeper()
     ConfigStore.instance().store(
         group="hydra/launcher", name="shared", node=SharedLauncherConfig, provider="kvcompress"
     )
@@ -150,3 +155,4 @@ def register_launcher() -> None:
     sys.modules[NAMESPACE] = sys.modules[__name__]
     setattr(parent, name, sys.modules[__name__])
     Plugins.instance().register(SharedLauncher)
+    Plugins.instance().register(CellSweeper)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.data import grading, prompts
+from kvcompress.data import prompts, thinking
 from kvcompress.data.task import TIMES, Sample, Task
-from kvcompress.hook.joint_decoding import cannot_join
-from kvcompress.hook.session import compress
+from kvcompress.hook import joint_decoding
+from kvcompress.hook.session import Session, compress
 from kvcompress.hook.shared_prefill import SharedPrefill
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.method import Method
@@ -82,7 +82,7 @@ def separate_reason(spec: CellSpec, shared: SharedPrefill) -> str | None:
         return "the model has sliding-window layers, whose rows cannot be put together"
     if type(spec.task).run is not Task.run:
         return f"task={spec.task.name} steps through its answer itself"
-    return cannot_join(spec.method) or None
+    return joint_decoding.unsupported_reason(spec.method)
 
 
 def checked(
@@ -91,10 +91,11 @@ def checked(
     """The result of decoding together, if decoding alone gives the same; else the fault."""
     try:
         kernel = str(spec.config.kernel)
-        recorder = MarginRecorder(workload.model, spec.method, kernel, workload.tokenizer, shared)
-        with recorder as session, without_peaks():
+        recorder = MarginRecorder()
+        session = Session(workload.model, spec.method, kernel, workload.tokenizer, shared, on_logits=recorder)
+        with session, without_peaks():
             alone = spec.task.run(session, sample)
-        wrong = compare_answers(alone, together, session.margins)
+        wrong = compare_answers(alone, together, recorder.margins)
         return together if wrong is None else ValueError(f"{sample.id}: {wrong}")
     except Exception as fault:
         return fault
@@ -120,13 +121,12 @@ def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) ->
     if isinstance(result.out, BaseException):
         raise result.out
     out = result.out if result.decoding is None else without_times(result.out)
-    out["text"] = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
     meta = dict(sample.meta)
     if not {"prompt_hash", "prompt_first", "prompt_last"} <= meta.keys():
         meta = prompts.facts(tokenizer, sample.prompt_ids()) | meta
-    thinking = meta["prompt_last"].rstrip().endswith(grading.OPEN)
-    whole = [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in out["tokens"]]
-    scores = spec.task.score(sample, out)
+    outputs = thinking.decoded(tokenizer, sample, out["tokens"], meta["prompt_last"])
+    out["text"] = [one.text for one in outputs]
+    scores = spec.task.score(sample, out | {"text": [one.answer for one in outputs]})
     if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
         raise ValueError(f"task {spec.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
     how = {"decoding": result.decoding or "separate"} | ({"decoding_why": result.why} if result.why else {})
@@ -141,7 +141,7 @@ def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) ->
         | {"batch": spec.config.batch}
         | how,
         "meta": meta,
-        "unfinished": sum(grading.unfinished(text, thinking) for text in whole) / max(1, len(whole)),
+        "unfinished": sum(one.unfinished for one in outputs) / max(1, len(outputs)),
         "shared": result.decoding is not None,
         "out": out,
         "rows": result.rows,

@@ -8,8 +8,10 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from kvcompress.common.text import PlainConsole
 from kvcompress.method.budget import NotTogether
 from kvcompress.sweep.cell_spec import CellSpec
+from kvcompress.sweep.disk import DiskFull
 from kvcompress.sweep.launcher.cell_run import CellRun
 from kvcompress.sweep.launcher.dry import estimate
 from kvcompress.sweep.launcher.executor import GroupExecutor
@@ -34,7 +36,7 @@ class Scheduler:
     """
 
     def __init__(self, console: Console | None = None, listeners: Sequence[Listener] = ()) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or PlainConsole(stderr=True)
         self.listeners = tuple(listeners)
         self.outcomes: list[Outcome] = []
         self.models = ModelPool()
@@ -58,9 +60,16 @@ class Scheduler:
         Raises:
             KeyboardInterrupt: what is finished is on disk, and what was begun goes on where it stopped.
         """
-        options, first = options or Options(), len(self.outcomes)
-        specs = [self._spec(config) for config in configs]
-        made = [None if spec is None else self._cell(spec) for spec in specs]
+        first = len(self.outcomes)
+        try:
+            self._sweep(configs, options or Options(), elsewhere)
+        except DiskFull as error:
+            note = f"{error}: what is finished is kept, the same command goes on when there is room"
+            self._settle(Outcome("", configs[0].budget, "full", note=note))
+        return self.outcomes[first:]
+
+    def _sweep(self, configs: Sequence[DictConfig], options: Options, elsewhere: Elsewhere | None) -> None:
+        made = [self._cell(config) for config in configs]
         cells = [cell for cell in made if cell is not None]
         groups = group_cells(cells, options.share)
         dry = any(config.get("dry") for config in configs)
@@ -68,18 +77,18 @@ class Scheduler:
             self._explain([group for group in groups if not (dry and group.shared)])
         if dry:
             self._plan(groups)
-            return self.outcomes[first:]
+            return
         try:
-            note_cells([spec for spec in specs if spec is not None])
+            note_cells(cell.spec for cell in cells)
         except ValueError as error:
             for cell in cells:
                 self._settle(cell.set_outcome("refused", note=str(error)))
-            return self.outcomes[first:]
+            return
         if elsewhere is not None:
             number = {id(cell): index for index, cell in enumerate(made) if cell is not None}
             due = [group for group in groups if not self._settle_finished(group)]
             self._collect(due, elsewhere([[number[id(cell)] for cell in group.cells] for group in due]))
-            return self.outcomes[first:]
+            return
         try:
             busy = [group for group in groups if self._run(group, options)]
             for group in busy:  # in the meantime the other process may have ended, or died
@@ -87,20 +96,16 @@ class Scheduler:
         finally:
             for cell in cells:
                 cell.release()
-        return self.outcomes[first:]
 
-    def _spec(self, config: DictConfig) -> CellSpec | None:
-        """The cell of a configuration, or None where it is refused."""
+    def _cell(self, config: DictConfig) -> CellRun | None:
+        """The cell of a configuration, or None where it is refused or the same as an earlier one."""
         try:
-            return CellSpec.from_config(config)
+            spec = CellSpec.from_config(config)
         except Exception as error:  # whatever a task's data or a setting does, the other cells are not to blame
             status = "dropped" if isinstance(error, NotTogether) else "refused"
             note = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
             self._settle(Outcome(str(OmegaConf.select(config, "method.name")), config.budget, status, note=note))
             return None
-
-    def _cell(self, spec: CellSpec) -> CellRun | None:
-        """The run of a cell, or None where it is the same as an earlier one."""
         cell, key = CellRun(spec), (str(spec.sweep), spec.run_id)
         if key in self._seen:
             none = spec.method.budget_kind == "none"
@@ -186,7 +191,7 @@ class Scheduler:
         self.outcomes.append(outcome)
         score = outcome.record.get("score")
         shown = "" if score is None else f" score {score:.3f}"
-        if outcome.status != "dry":
+        if outcome.status not in ("dry", "full"):  # which are said once, at the end
             self.console.print(
                 f"{outcome.name}: {outcome.status}{shown}" + (f" · {outcome.note}" if outcome.note else ""),
                 highlight=False,

@@ -121,7 +121,8 @@ class Batched:
                     release()
                     continue
                 results = [fault] * len(batch)
-            for sample, out in zip(batch, results, strict=True):
+            kept_first = sorted(zip(batch, results, strict=True), key=lambda pair: isinstance(pair[1], BaseException))
+            for sample, out in kept_first:  # a fault ends the cell
                 if cell.open:
                     yield cell, sample, SampleResult(out, rows=len(batch))
 
