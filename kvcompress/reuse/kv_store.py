@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from kvcompress.models.loading import cache_dir
 from kvcompress.models.tokenizers import tokenizer_of
 from kvcompress.reuse.disk_tier import FORMAT, Damaged, DiskTier, Entry
 from kvcompress.reuse.model_identity import identity
+from kvcompress.reuse.store_stats import Stats
 from kvcompress.reuse.stored_form import Exact, Form, Grouped, layer_layout
 from kvcompress.reuse.tensor_file import Layout
 
@@ -59,39 +60,6 @@ class ChunkKV(Protocol):
             Damaged: what is on disk is not what was stored; the store has forgotten the entry by then.
         """
         ...
-
-
-@dataclass
-class Stats:
-    """What a store has done so far.
-
-    Attributes:
-        hits, misses: entries that were asked for, and how many of the hits were in memory (`memory_hits`).
-        bytes_loaded: bytes of keys and values handed out, `bytes_from_disk` of them read from files, in `load_s` seconds.
-        stored, bytes_stored: entries put, and their bytes.
-        damaged, foreign: entries not used, since they were not what was stored, or not of this model.
-        evicted: entries that left memory for want of room.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    memory_hits: int = 0
-    bytes_loaded: int = 0
-    bytes_from_disk: int = 0
-    load_s: float = 0.0
-    stored: int = 0
-    bytes_stored: int = 0
-    damaged: int = 0
-    foreign: int = 0
-    evicted: int = 0
-
-    def since(self, before: Stats) -> dict[str, float]:
-        """What was added since a copy was taken."""
-        then = asdict(before)
-        return {name: value - then[name] for name, value in asdict(self).items()}
-
-    def copy(self) -> Stats:
-        return Stats(**asdict(self))
 
 
 @dataclass
