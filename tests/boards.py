@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress.common import hashing
-from kvcompress.sweep import record
+from kvcompress.sweep import record, record_schema
 
 BASELINE = {"parts.scorer": "none", "parts.allocator": "uniform"}
 MB = 1_000_000
@@ -70,7 +70,7 @@ def run(
     base = BASELINE if method == "full" else {"parts.scorer": "Scorer", "parts.allocator": "uniform"}
     share = budget if isinstance(budget, float) else 0.3
     made = (
-        dict.fromkeys(record.KEYS)
+        dict.fromkeys(record_schema.KEYS)
         | base
         | {
             "run_id": run_id,

@@ -16,15 +16,16 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median, quantiles, stdev
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from kvcompress.common import strict_json
 from kvcompress.common.atomic_files import append_whole, read_plain, write_whole
 from kvcompress.common.hashing import source_hash
 from kvcompress.sweep.disk import written
-from kvcompress.sweep.record_schema import FINISHED, KEYS, STATUSES, TIMES, check_record, check_row
+from kvcompress.sweep.record_keys import FINISHED, STATUSES, TIMES
 
-__all__ = ["FINISHED", "KEYS", "STATUSES", "RunFolder", "aggregate", "read_record", "read_rows"]
+__all__ = ["FINISHED", "STATUSES", "RunFolder", "aggregate", "read_record", "read_rows"]
 
 logger = logging.getLogger(__name__)
 Told = Callable[[str], object]
@@ -55,6 +56,13 @@ def write_json(path: Path, value: Any) -> None:
         write_whole(path, text + "\n")
 
 
+def _schema() -> ModuleType:
+    """The schema: pydantic takes longer to import than all else that a refused command line needs."""
+    from kvcompress.sweep import record_schema
+
+    return record_schema
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """The record at `path`.
 
@@ -66,7 +74,7 @@ def read_record(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     try:
-        check_record(record)
+        _schema().check_record(record)
     except ValueError as error:
         raise ValueError(f"{path}: not a record ({error})") from None
     return record
@@ -210,7 +218,7 @@ def readable_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
         ValueError: names the sample and the field, as one that is NaN.
     """
     try:
-        check_row(strict_json.loads(_line(row)))
+        _schema().check_row(strict_json.loads(_line(row)))
     except ValueError as error:
         raise ValueError(f"sample {row.get('id')}: {error}") from None
     return row
@@ -223,7 +231,7 @@ def readable_record(record: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: names a key whose value is of another kind than records hold.
     """
     made = {key: _finite(value) for key, value in record.items()}
-    check_record(strict_json.loads(json.dumps(made, default=str)))
+    _schema().check_record(strict_json.loads(json.dumps(made, default=str)))
     return made
 
 
@@ -276,7 +284,7 @@ def read_rows(path: Path, told: Told | None = None) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = strict_json.loads(line)
-            check_row(row)
+            _schema().check_row(row)
         except ValueError as error:
             if told is not None and number < len(lines):
                 told(f"{path} line {number}: {error}; left out, the command of its sweep computes it again")

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcompress.measure.measuring import hardware
 from kvcompress.models import loading
-from kvcompress.sweep import record
+from kvcompress.sweep import record, record_schema
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.sanity import Sanity
 
@@ -33,7 +33,7 @@ def build(spec: CellSpec, rows: Rows, status: str, error: str | None, expected: 
     if shared or any(row.get("rows", 1) > 1 for row in rows):  # what some samples took alone says nothing of the others
         found |= {key: None for key in found if key.startswith(("time.", "memory."))}
     task, parts = spec.task, spec.identity["parts"]
-    built: dict[str, Any] = dict.fromkeys(record.KEYS)
+    built: dict[str, Any] = dict.fromkeys(record_schema.KEYS)
     built |= found
     if rows and status not in ("failed", "oom"):
         built |= {f"metrics.{name}": value for name, value in task.summarise(rows).items()}

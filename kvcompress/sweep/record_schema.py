@@ -21,9 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-FINISHED = ("ok", "inactive")
-STATUSES = ("ok", "failed", "oom", "inactive", "partial")
-TIMES = ("time.ttft_s", "time.tpot_s", "time.prefill_s", "time.compress_s")
+from kvcompress.sweep.record_keys import FINISHED
+
 RUN_ID = r"^[\w.-]{1,100}$"
 
 # a whole number passes for a real one, as in JSON; true and false, which Python counts as integers, do not

@@ -10,7 +10,7 @@ from kvcompress.report import curves, iso_bytes
 from kvcompress.report.curves import by_budget, by_bytes, draw_curves
 from kvcompress.report.run_index import gather as load
 from kvcompress.report.series import COLOURS, MARKERS, by_family, family, series, spread
-from kvcompress.sweep import record
+from kvcompress.sweep import record, record_schema
 
 BUDGETS = (1.0, 0.5, 0.1)
 PARTS = {
@@ -24,7 +24,7 @@ PARTS = {
 def made(method, budget, task="needle", **more):
     scorer, allocator, schedule = PARTS.get(method, ("S", "uniform", "prompt"))
     kl = None if task == "needle" else 1e-12 if budget == 1.0 else 0.2 / budget
-    return dict.fromkeys(record.KEYS) | {
+    return dict.fromkeys(record_schema.KEYS) | {
         "run_id": hashing.digest([method, budget, task, more]),
         "status": "ok",
         "model": "tiny/model",

@@ -16,7 +16,7 @@ from kvcompress.report.heatmap import grid
 from kvcompress.report.run_index import gather as load
 from kvcompress.report.run_index import label
 from kvcompress.report.table import COLUMNS, leaderboard, leaderboard_markdown
-from kvcompress.sweep import record
+from kvcompress.sweep import record, record_schema
 
 
 def make(folder, method, budget, score, *, scorer="S", status="ok", lengths=(1000,), **more):
@@ -27,7 +27,7 @@ def make(folder, method, budget, score, *, scorer="S", status="ok", lengths=(100
     for length in lengths:
         for depth, value in ((0.0, score), (1.0, 1.0)):
             run.append({"id": f"{length}-{depth}", "score": value, "meta": {"length": length, "depth": depth}})
-    made = dict.fromkeys(record.KEYS) | {
+    made = dict.fromkeys(record_schema.KEYS) | {
         "run_id": run_id,
         "status": status,
         "model": "tiny",

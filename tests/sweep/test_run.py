@@ -17,7 +17,7 @@ from rich.console import Console
 from kvcompress.commands.run import main, summary
 from kvcompress.common import hashing
 from kvcompress.models import loading
-from kvcompress.sweep import cell_spec, components, record
+from kvcompress.sweep import cell_spec, components, record, record_schema
 from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.outcome import Outcome
 from kvcompress.tasks import Needle
@@ -70,7 +70,7 @@ def test_a_cell_leaves_a_complete_record(cell, runner, tmp_path):
     outcome = runner(cell("method=h2o", "budget=0.25"))
     assert outcome.status == "ok", outcome.record.get("error")
     stored = json.loads((tmp_path / "test" / outcome.run_id / "record.json").read_text())
-    assert set(record.KEYS) <= set(stored)
+    assert set(record_schema.KEYS) <= set(stored)
     assert stored["n_samples"] == 4 and stored["method"] == "h2o" and stored["budget"] == 0.25
     assert 0.25 <= stored["kv.ratio"] <= 0.28 and stored["share_inactive"] == 0.0
     assert stored["time.ttft_s"] >= stored["time.prefill_s"] > 0 and stored["time.tpot_s"] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sweeps import ALONE, SHARED, TOGETHER, cell, cells, left, sweep
 
-from kvcompress.sweep import record
+from kvcompress.sweep import record_schema
 from kvcompress.sweep.launcher import executor
 
 METHODS = "full,snapkv,pyramidkv,adakv,cake,h2o,tova,keydiff,random"
@@ -74,7 +74,7 @@ def test_masses_that_fade_differently_are_summed_up_apart(tmp_path):
 def test_times_and_peaks_of_shared_cells_are_null_and_those_of_cells_alone_are_not(tmp_path):
     outcomes, text = sweep([*cells(tmp_path, "snapkv,tova", "0.5"), cell(tmp_path, "method=snapkv", "prefill=chunked")])
     by_title = {(o.method, o.record["protocol.chunking"]): o.record for o in outcomes}
-    timed = [key for key in record.KEYS if key.startswith(("time.", "memory."))]
+    timed = [key for key in record_schema.KEYS if key.startswith(("time.", "memory."))]
     for method in ("snapkv", "tova"):
         shared = by_title[method, "oneshot"]
         assert shared["protocol.shared"] is True and all(shared[key] is None for key in timed)

@@ -17,7 +17,7 @@ from kvcompress import tracking
 from kvcompress.commands import sync
 from kvcompress.commands.run import main
 from kvcompress.methods import H2O
-from kvcompress.sweep import config, record
+from kvcompress.sweep import config, record, record_schema
 from kvcompress.sweep.launcher import strategies
 from kvcompress.sweep.outcome import Outcome
 from kvcompress.tracking import LoggerConfig, content
@@ -271,7 +271,7 @@ def test_a_leaderboard_of_nothing_is_an_error(tmp_path):
 def test_the_agents_file_is_wandbs_and_no_choice_of_hydra():
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     found = utils.load_sweep_config(str(config.folder() / "sweep" / "wandb.yaml"))
-    assert (ROOT / found["program"]).is_file() and found["metric"]["name"] in record.KEYS
+    assert (ROOT / found["program"]).is_file() and found["metric"]["name"] in record_schema.KEYS
     assert set(found["parameters"]["method"]["values"]) <= set(config.options("method", config.folder()))
     assert config.options("sweep", config.folder()) == ["default"]
     with pytest.raises(ValueError, match="Valid: default"):

@@ -11,7 +11,6 @@ from kvcompress.common.atomic_files import read_plain
 from kvcompress.sweep import record
 from kvcompress.sweep.disk import written as written_to
 from kvcompress.sweep.launcher.lock import clear_locks, locked
-from kvcompress.sweep.record_schema import check_cells
 
 LAYOUT = 1  # of a sweep's folder
 CELLS_FILE = "sweep.json"
@@ -55,6 +54,8 @@ def noted_cells(sweep: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(
             f"{path} has layout {layout!r}, this version writes {LAYOUT}: choose another sweep.name or paths.results"
         )
+    from kvcompress.sweep.record_schema import check_cells  # pydantic, which only readers of a sweep need
+
     try:
         check_cells(found.get("cells"))
     except ValueError as error:
