@@ -59,6 +59,7 @@ class KVRetrieval(RowTask):
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ValueError(f"{where}: ordered_kv_records must be a list of pairs")
         jsonl.text(row, "key", where)
+        references = (jsonl.answer(row["value"], "value", where),)
         for number, (key, value) in enumerate(pairs, 1):
             jsonl.answer(key, f"key of pair {number}", where)
             jsonl.answer(value, f"value of pair {number}", where)
@@ -67,7 +68,7 @@ class KVRetrieval(RowTask):
         data = "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in self._pairs(row)) + "}"
         head = HEAD.format(aware=AWARE.format(key=row["key"]) if self.query_aware else "")
         tail = TAIL.format(key=row["key"])
-        return RowPrompt(head + data + tail, tail, (jsonl.answer(row["value"], "value", where),))
+        return RowPrompt(head + data + tail, tail, references)
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 if the answer contains the value, case ignored."""

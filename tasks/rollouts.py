@@ -191,6 +191,7 @@ class Rollouts(Task):
             text = row.get("prompt", row.get("question"))
             if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"{where}: no text under prompt or question (has {', '.join(row) or 'nothing'})")
+            jsonl.whole(text, "prompt (or question)", where)
             given = row.get("answers", row.get("answer"))
             given = [] if given is None else given if isinstance(given, list) else [given]
             answers = tuple(jsonl.answer(value, "answer", where).strip() for value in given)

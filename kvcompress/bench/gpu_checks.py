@@ -1,4 +1,4 @@
-"""What is asked of a GPU, as one command: kernels near the copy bandwidth, and decode near the roofline.
+"""GPU checks in one command: kernels near the copy bandwidth, decode near the roofline.
 
 `scripts/bench.py gpu --out results/reference/h200` runs every check on a full-size model with random weights and writes
 JSON and a table. Without CUDA it says what would be checked.

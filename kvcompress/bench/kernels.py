@@ -1,4 +1,4 @@
-"""Each attention kernel beside a slow reference and a peer, with what it must move at least and what it did.
+"""Kernel benchmark: each attention kernel beside a slow reference and a peer, with its floor in bytes and operations.
 
 A kernel's floor is the bytes it has to read and write over the device's bandwidth, or the operations over the matrix
 rate, whichever takes longer; both rates are measured in the same process (`kvcompress.measure.roofline`). The peer is PyTorch's

@@ -1,4 +1,4 @@
-"""Other programs that compress caches, each beside the plain transformers of its own environment, on the same prompts.
+"""Peer benchmark: other programs that compress caches, each beside plain transformers of its own environment.
 
 Three kinds: our methods, transformers' own QuantizedCache, and kvpress in another environment that a worker process
 runs (scripts/kvpress_worker.py). A peer's ratio is to plain transformers in the same process, so that releases of

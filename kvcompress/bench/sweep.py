@@ -1,4 +1,4 @@
-"""What sharing saves: the same cells one by one, with shared prefills, and decoded together, in one process."""
+"""Sweep benchmark: the same cells one by one, with shared prefills, and decoded together, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of what was measured once on a model: tensors, found again by the model's weights and adapters.
+"""Calibration files: tensors measured once on a model, found again by its weights and adapters.
 
 A file is `<kind>/<name>.safetensors`. Its metadata say how it was made and which adapters were active; `weight_sample`
 holds some numbers of every matrix, so that it is found whatever the model is called, in any float type, and never taken

@@ -1,4 +1,4 @@
-"""Which heads retrieve: a calibration on synthetic passkeys, the file it is kept in, and how a model finds its file.
+"""Retrieval heads (DuoAttention): a calibration on synthetic passkeys, its file, and how a model finds it.
 
 DuoAttention trains a gate per KV head so that the answer to passkey questions stays the same (Xiao et al., ICLR 2025,
 arXiv 2410.10819, section 2.2). Here nothing is trained: a text with passkeys is run once with the answers behind it, and

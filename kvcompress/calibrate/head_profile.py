@@ -1,4 +1,4 @@
-"""Which KV heads change their top pages fast: measured on texts, kept in a small file, found by the model's weights.
+"""Head profile (FlexiCache): which KV heads change their top pages fast, measured on texts and kept in a file.
 
 Stability as in FlexiCache (Takbir et al., arXiv 2511.00868; TopK-Analysis of the released code): decode steps are cut
 into windows; within one, the overlap of each step's top-K pages with the first step's, corrected for chance. The heads

@@ -1,4 +1,4 @@
-"""A grouped-query layer written as multi-head latent attention: measured rotations, and one basis for keys and values.
+"""Multi-head latent attention from a grouped-query layer: measured rotations, and one basis for keys and values.
 
 TransMLA (Meng et al., 2025, arXiv 2502.07864) takes all KV heads of a layer as one latent. Per rotated pair of
 dimensions the heads are turned among each other (RoRoPE: the same orthogonal matrix for both numbers of a pair commutes

@@ -1,4 +1,4 @@
-"""Low-rank factors of a model's keys and values, measured on text: what low-rank codecs project on.
+"""Low-rank factors of a model's keys and values, measured on text: the bases of low-rank codecs.
 
 Palu (Chang et al., 2025, arXiv 2407.21118, section 3) cuts a projection W of a group of KV heads to rank r where it is
 least missed on text: with H = L L^T the second moment of its inputs, it truncates the singular value decomposition

@@ -1,4 +1,4 @@
-"""Q-Filters of a model: per KV head the direction that its queries point to, measured once and kept in a file.
+"""Query filters (Q-Filters): per KV head the main direction of its queries, measured once and kept in a file.
 
 Godey et al., 2025, arXiv 2503.02812, section 3.2. `scripts/calibrate_qfilters.py` makes the file.
 """

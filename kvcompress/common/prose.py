@@ -1,4 +1,4 @@
-"""Built-in prose as text and as token ids: prompts where no data set is at hand, the same for the same seed."""
+"""Built-in prose, as text and as token ids: for prompts where no data set is at hand; equal seeds give equal texts."""
 
 from __future__ import annotations
 

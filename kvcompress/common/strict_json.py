@@ -1,4 +1,4 @@
-"""JSON as the standard has it: finite numbers that fit into 64 bits, no unbounded depth."""
+"""Strict JSON: finite numbers that fit into 64 bits, no unbounded depth."""
 
 from __future__ import annotations
 

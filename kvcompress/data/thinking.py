@@ -89,14 +89,16 @@ def template_opens(tokenizer: Any) -> bool:
 
 
 def generation_prompt(tokenizer: Any) -> str:
-    """What the chat template writes between a user's message and the answer; "" where there is none."""
+    """What the chat template writes between a user's message and the answer; "" where there is no such template."""
     if not getattr(tokenizer, "chat_template", None):
         return ""
     mark = "\x1emessage\x1e"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-    )
-    return text.rpartition(mark)[2]
+    chat = [{"role": "user", "content": mark}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception:  # whatever a template raises that takes no single message: it is not what wrote the prompt
+        return ""
+    return text.partition(mark)[2]
 
 
 def start_answer(tokenizer: Any, prompt: str, answer: str) -> str:

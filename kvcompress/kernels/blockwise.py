@@ -1,4 +1,4 @@
-"""Attention over blocks of queries, exact, in float32 where it sums: memory grows with L x block, never L x L."""
+"""Blockwise attention over blocks of queries, exact, summed in float32: memory grows with L x block, never L x L."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of single queries over keys and values that come a piece at a time: what is decoded is never there whole."""
+"""Online-softmax attention of single queries over keys and values that are decoded piece by piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time, peak memory and the machine: measured, with the device synchronised, and named in the record.
+"""Timing and peak memory with the device synchronised, and the hardware as a record names it.
 
 Benchmarks compare two things by pairs run one after the other in one process, so that a slow spell of the machine
 falls on both; the same comparison of a thing with itself (A/A) tells how far chance alone strays.

@@ -1,4 +1,4 @@
-"""A model of what bytes read and moved would cost on other hardware, beside the measurements and never in their place.
+"""Offload cost model: time that measured bytes would take on other hardware, beside the measurements.
 
     python -m kvcompress.tiers results/read/*/record.json
 

@@ -1,4 +1,4 @@
-"""In what form kept keys and values are held: the part `Codec`, and what it is told of the slots it codes."""
+"""Codec: the part that encodes kept keys and values, and the positions, heads and rotation that it is given of each slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method is: a frozen set of hyper-parameters, with the paper's defaults, that builds parts."""
+"""Method: a frozen set of hyper-parameters, with the paper's defaults, that builds parts."""
 
 from __future__ import annotations
 

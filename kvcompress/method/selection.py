@@ -1,4 +1,4 @@
-"""From scores and counts to the set of slots to keep, with sinks and window in it by construction."""
+"""Selection: from scores and counts to the set of slots to keep, with sinks and window in it by construction."""
 
 from __future__ import annotations
 

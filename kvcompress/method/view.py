@@ -1,4 +1,4 @@
-"""What parts may see: what they ask for, a layer as it is held, and what was observed of its attention."""
+"""Views: what parts ask for (`Needs`), a layer as it is held (`LayerView`), and its observed attention (`Observed`)."""
 
 from __future__ import annotations
 

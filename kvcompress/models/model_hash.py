@@ -1,4 +1,4 @@
-"""What tells one model from another: a hash of all that its forward follows from, and a sample of its weights.
+"""Model hash: of all that a forward follows from, and a sample of the weights.
 
 A model is more than its state dict: an adapter that is switched on, off or to another changes no weight. What modules
 that are neither torch's nor transformers' say of themselves, and the hooks that others have put in, are part of it.

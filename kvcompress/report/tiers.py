@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common.text import for_figure
 from kvcompress.measure.offload_cost_model import modelled
 from kvcompress.measure.tiers import dimensions, entry, figures, path
 from kvcompress.measure.transfers import threshold
@@ -40,39 +41,39 @@ def draw_pages(links: Sequence[str], stem: Path, source: Mapping[str, Any] | Non
 
 
 def draw_thresholds(
-    ratios: Mapping[str, float], device: str, model: str, links: Sequence[str], stem: Path
+    ratios: Mapping[str, float], device: str, model: str, links: Sequence[str], stem: Path, count: int = 8
 ) -> list[Path]:
-    """By tokens of a prefix the bandwidth above which loading it beats computing it, a border per method's bytes."""
+    """By tokens of a prefix the bandwidth above which loading it beats computing it on `count` devices, a border per
+    method's bytes."""
     figure, axes = plotting().subplots(figsize=(7.4, 4.2), layout="constrained")
-    shape, flops = dimensions(model), float(entry("devices", device)["flops"])
+    shape, flops = dimensions(model), count * float(entry("devices", device)["flops"])
     for number, (method, ratio) in enumerate(ratios.items()):
         border = [threshold(n, shape.width, shape.gqa, shape.itemsize, flops, ratio) / 1e9 for n in TOKENS]
         axes.plot(
-            TOKENS, border, color=COLOURS[number % len(COLOURS)], lw=1.4, label=f"{method} ({ratio:.2f} of the bytes)"
+            TOKENS,
+            border,
+            color=COLOURS[number % len(COLOURS)],
+            lw=1.4,
+            label=for_figure(f"{method} ({ratio:.2f} of the bytes)"),
         )
         if not number:
             axes.fill_between(TOKENS, border, 1e3, color=COLOURS[0], alpha=0.06, lw=0)
+    lines: dict[float, list[str]] = {}
     for link in links:
-        reached = path(link).bandwidth / 1e9
+        lines.setdefault(path(link).bandwidth / 1e9, []).append(link)
+    for reached, names in lines.items():
         axes.axhline(reached, color="#888888", lw=0.7, ls=":")
-        axes.annotate(
-            link,
-            (TOKENS[-1], reached),
-            (-2, 2),
-            ha="right",
-            textcoords="offset points",
-            fontsize=SIZE - 1,
-            color="#555555",
-        )
+        said = {"ha": "right", "fontsize": SIZE - 1, "color": "#555555", "textcoords": "offset points"}
+        axes.annotate(", ".join(names), (TOKENS[-1], reached), (-2, 2), **said)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_ylim(0.1, 300)
+    axes.set_ylim(0.5, 1000)
     axes.set_xlim(TOKENS[0], TOKENS[-1])
     axes.set_xlabel("tokens of the prefix", fontsize=SIZE)
     axes.set_ylabel("bandwidth of the link, GB/s", fontsize=SIZE)
     light_axes(axes, SIZE)
     axes.legend(frameon=False, fontsize=SIZE, loc="lower left", title="above its line: load", title_fontsize=SIZE)
-    suptitle(figure, f"Load a prefix or compute it again: {model} on {device} at its peak (modelled)", 9)
+    suptitle(figure, f"Load a prefix or compute it again: {model} on {count} x {device} at their peak (modelled)", 9)
     return save(figure, stem)
 
 
@@ -96,7 +97,7 @@ def draw_token_times(records: Sequence[Mapping[str, Any]], device: str, links: S
             ):
                 axes.barh(len(labels), 1e6 * part, left=1e6 * left, color=colour, label=label if not labels else None)
                 left += part
-            labels.append(f"{record['method']} {record.get('variant') or ''} · {link}")
+            labels.append(for_figure(f"{record['method']} {record.get('variant') or ''} · {link}"))
     axes.set_yticks(range(len(labels)), labels, fontsize=SIZE - 1)
     axes.set_xlabel("µs per token, keys and values alone: no TPOT, a step also reads the weights", fontsize=SIZE)
     light_axes(axes, SIZE, "x")

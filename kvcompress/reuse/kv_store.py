@@ -1,4 +1,4 @@
-"""Keys and values of chunks of text, kept to be used again: in memory up to a limit, and on disk.
+"""KV store: keys and values of chunks of text for reuse, in memory up to a limit and on disk.
 
 An entry is known by what its values follow from: the model (weights, configuration, number type), the tokenizer, the
 chunk's token ids, the `lead` it was prefilled behind, and whether its keys are stored before rotation ("raw", to be used

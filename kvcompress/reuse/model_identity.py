@@ -1,4 +1,4 @@
-"""What tells one model's keys and values from another's: weights, configuration, adapters, number type and tokenizer."""
+"""Identity of a model in a KV store: weights, configuration, adapters, number type and tokenizer."""
 
 from __future__ import annotations
 

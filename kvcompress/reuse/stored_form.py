@@ -1,4 +1,4 @@
-"""In what form a store holds a layer's keys and values: as they are, or as the codes of a codec that works in groups.
+"""Stored form of a layer in a KV store: exact, or as the codes of a grouped codec.
 
 What is stored is decoded as it is loaded, so that whoever uses a chunk sees keys and values.
 """

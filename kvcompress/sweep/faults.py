@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # two components or more, after no word: neither a URL nor task=suite/name
-_PATH = re.compile(r"(?<![\w.~/:\\-])(?:/[^\s/'\"`:;,()<>\[\]{}|*?]+){2,}|\b[A-Za-z]:\\[^\s'\":]+")
+_PATH = re.compile(r"(?<![\w.~…/:\\-])(?:/[^\s/'\"`:;,()<>\[\]{}|*?]+){2,}|\b[A-Za-z]:\\[^\s'\":]+")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _SHORTEST = 8  # characters of a secret that is looked for: "1" is in every text
 
@@ -83,15 +83,17 @@ def without_paths(text: str, typed: Collection[str] = ()) -> str:
         if _SECRET.search(name) and len(value) >= _SHORTEST:
             text = text.replace(value, f"${{{name}}}")
 
+    kept = [one.rstrip("/") for one in typed]
+    known = {str(Path.cwd()): ".", str(Path.home()): "~", tempfile.gettempdir(): "…", sys.prefix: "…"}
+    for folder, short in sorted(known.items(), key=lambda item: -len(item[0])):  # one may lie in another
+        if len(folder) > 1 and not any(one.startswith(folder) for one in kept):
+            text = text.replace(folder, short)
+
     def cut(found: re.Match[str]) -> str:
         path = found[0]
-        if any(path == one or path.startswith(one.rstrip("/") + "/") for one in typed):
+        if any(path == one or path.startswith(f"{one}/") for one in kept):
             return path
-        known = _place(path)
-        return known if "/" in known else f"…/{known}"
+        place = _place(path)
+        return place if "/" in place else f"…/{place}"
 
-    text = _PATH.sub(cut, text)
-    for folder, short in ((Path.home(), "~"), (Path.cwd(), "."), (Path(tempfile.gettempdir()), "…"), (sys.prefix, "…")):
-        if len(str(folder)) > 1 and not any(one.startswith(str(folder)) for one in typed):
-            text = text.replace(str(folder), short)
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _PATH.sub(cut, text).encode("utf-8", "backslashreplace").decode("utf-8")

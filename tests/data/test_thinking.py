@@ -77,9 +77,13 @@ def task_and_sample(name, tokenizer, folder):
     return task, sample, [right] if right else task.gold(sample)
 
 
-@pytest.mark.parametrize("declared", DECLARED)
-@pytest.mark.parametrize("opens", ["", "<think>\n"])
-@pytest.mark.parametrize("name", [*ROWS, *BUILT_IN])
+WAYS = [
+    *((name, opens, "special") for name in (*ROWS, *BUILT_IN) for opens in ("", "<think>\n")),
+    *(("reasoning/gsm8k", opens, declared) for opens in ("", "<think>\n") for declared in DECLARED[1:]),
+]
+
+
+@pytest.mark.parametrize(("name", "opens", "declared"), WAYS)
 def test_an_answer_behind_a_thought_scores_one_and_a_cut_off_thought_zero(name, opens, declared, tmp_path):
     tokenizer = tokenizer_of(declared, opens)
     task, sample, right = task_and_sample(name, tokenizer, tmp_path)
@@ -89,6 +93,15 @@ def test_an_answer_behind_a_thought_scores_one_and_a_cut_off_thought_zero(name, 
     assert (whole["score"], whole["unfinished"]) == (1.0, 0.0)
     assert (cut["score"], cut["unfinished"]) == (0.0, 1.0)
     assert "</think>" in whole["out"]["text"][0], "the record keeps the whole output"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{{ messages[1].content }}", "<think> says nothing"]
+)
+def test_a_template_that_takes_no_single_message_opens_nothing(template):
+    tokenizer = tokenizer_of("ordinary")
+    tokenizer.chat_template = template
+    assert not thinking.template_opens(tokenizer) and not thinking.begins_thinking(tokenizer, "Question: who?")
 
 
 @pytest.mark.parametrize("declared", DECLARED)

@@ -225,7 +225,7 @@ def test_a_latent_is_free_of_positions(options):
             cache = session.cache
             logits = model(next_id, position_ids=torch.tensor([[20 + shift]]), cache=cache, use_cache=True).logits
             layer = cache.layers[1]
-            latents = [layer.store.get(name)[..., rope:] for name in layer.coded()]
+            latents = [layer.store.get(name)[..., rope:] for name in layer.encoding.channels(layer.store)]
             found.append((latents, layer.keys_values()[0], logits))
     (first, keys, logits), (second, turned, moved) = found
     for a, b in zip(first, second, strict=True):

@@ -325,7 +325,7 @@ def test_line_breaks_compress_and_the_end_of_thinking_stops_it():
             counts.append(session.cache.kept_tokens()[0, :, 0].tolist())
         assert counts == [[13, 12], [12, 13], [13, 14], [14, 12], [15, 13]]
         fork = session.cache.fork()
-        assert fork.closed.tolist() == [True, False]
+        assert fork.sequence.closed.tolist() == [True, False]
         session.prefill(random_ids(2, 4).clamp(min=10), cache=session.cache)
         assert session.cache.sequence.closed is None and session.cache.kept_tokens().unique().tolist() == [12]
 

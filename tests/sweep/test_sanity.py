@@ -11,8 +11,8 @@ from composed import composed
 from rich.console import Console
 from test_rows import ROWS, write
 
-from kvcompress.data import grading
 from kvcompress.data.task import Sample, Turn
+from kvcompress.data.thinking import unfinished
 from kvcompress.models.random_models import byte_tokenizer
 from kvcompress.sweep import sanity
 from kvcompress.sweep.launcher.model_pool import ModelPool
@@ -163,8 +163,8 @@ def test_records_and_samples_say_what_was_checked_and_how_prompts_begin_and_end(
 
 
 def test_a_thinking_part_that_does_not_end_is_counted(cell, monkeypatch):
-    assert grading.unfinished("<think> so") and not grading.unfinished("<think> so </think> 7")
-    assert grading.unfinished("so", thinking=True) and not grading.unfinished("so </think> 7", thinking=True)
+    assert unfinished("<think> so") and not unfinished("<think> so </think> 7")
+    assert unfinished("so", thinking=True) and not unfinished("so </think> 7", thinking=True)
     stock = ModelPool.load
 
     def opened(*args):

@@ -62,11 +62,10 @@ def test_a_stored_configuration_that_is_none_reads_as_nothing(tmp_path, text):
 def test_values_of_the_environment_are_not_written(tmp_path):
     (config,) = cells(tmp_path, "snapkv", "0.5", "limit=1", "logger.entity=${oc.env:SECRET_TOKEN}")
     config.paths.data = "${oc.env:KVCOMPRESS_DATA,data}"
-    config.task.haystack = "prose"
     stored_config.resolve(config)
     assert config.logger.entity == SECRET, "it is resolved where it is used"
     (outcome,) = sweep([config])[0]
-    assert outcome.status == "ok"
+    assert outcome.status == "ok", outcome.note
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()).decode()
     assert SECRET not in everything and "/srv/private" not in everything
     kept = stored_config.read(outcome.folder / "config.yaml")
@@ -91,7 +90,7 @@ def test_a_command_leaves_no_path_of_the_machine(tmp_path, monkeypatch):
     (error,) = (
         json.loads(p.read_text())["error"] for p in files if p.name == "record.json" and '"failed"' in p.read_text()
     )
-    assert 'File "kvcompress/hook/' in error and "FileNotFoundError" in error and "~/secret plans/x.bin" in error
+    assert 'File "kvcompress/' in error and "FileNotFoundError" in error and "~/secret plans/x.bin" in error
 
 
 def test_a_traceback_is_cut_to_the_package_and_the_place_that_raised():
@@ -117,7 +116,7 @@ def test_a_traceback_tells_of_causes_too():
 def test_paths_are_cut_unless_they_were_typed_and_secrets_are_named():
     text = f"open('/srv/a/b.txt'): token {SECRET}, see https://host.org/a/b and task=suite/name, {Path.home()}/x"
     assert without_paths(text) == (
-        "open('…/b.txt'): token ${SECRET_TOKEN}, see https://host.org/a/b and task=suite/name, …/x"
+        "open('…/b.txt'): token ${SECRET_TOKEN}, see https://host.org/a/b and task=suite/name, ~/x"
     )
     assert "/srv/a/b.txt" in without_paths(text, ["/srv/a"]) and "/srv/a/b.txt" not in without_paths(text, ["/srv/ab"])
     assert without_paths("\ud800").isascii()

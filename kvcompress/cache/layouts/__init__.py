@@ -1,4 +1,4 @@
-"""How kept tokens lie in memory. The layout follows from the decision; no method chooses it."""
+"""Layouts of kept tokens in memory. The layout follows from the decision; no method chooses it."""
 
 from __future__ import annotations
 

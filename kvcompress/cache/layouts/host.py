@@ -1,4 +1,4 @@
-"""The host tier of a paged layout: a copy of every full page of the heads that are offloaded, and what was moved."""
+"""Host tier of a paged layout: a copy of every full page of offloaded heads, and an account of what was moved."""
 
 from __future__ import annotations
 

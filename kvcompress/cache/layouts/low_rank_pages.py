@@ -1,4 +1,4 @@
-"""Keys of full pages as coordinates in a basis of their own prompt: what a page's keys are made from when it comes back."""
+"""Low-rank keys of pages (ShadowKV): coordinates in a basis of the prompt, from which a page's keys are rebuilt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a grouped codec holds of one layer: codes of whole groups in front of the most recent tokens as they are.
+"""Quantised groups of one layer (KIVI): codes of whole groups, in front of the most recent tokens at full precision.
 
 Keys and values have boundaries of their own between codes and exact tokens. A `GroupSegment` holds rows and heads of equal
 counts, without padding; where rows or heads hold different numbers of tokens they are units of their own, so that no

@@ -1,4 +1,4 @@
-"""A layer on its way through a prompt: its slots in the order in which they would be kept, in pieces."""
+"""Score-sorted layout of a layer while its prompt runs: slots in the order in which they would be kept."""
 
 from __future__ import annotations
 
