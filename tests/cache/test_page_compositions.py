@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages_reference import loop_top
@@ -165,7 +166,7 @@ MODELS = ("llama", "deepseek_v3", "gemma2", "gpt_oss")
 LEGAL = [parts for parts in product(FORMS, sorted(KEPT), CHOICES, MODELS) if legal(*parts)]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(14, 40), deadline=None, derandomize=True)
 @given(
     parts=st.sampled_from(LEGAL),
     lengths=st.lists(st.integers(18, 40), min_size=1, max_size=2),

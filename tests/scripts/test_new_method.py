@@ -37,7 +37,9 @@ def clone(tmp_path) -> Path:
 # Each command is a process of its own, forked from one that has the packages (and nothing of this tree) imported already.
 STARTER = """
 import importlib, json, os, runpy, shlex, sys, tempfile
-import datasets, hydra, pandas, pytest, torch, transformers
+import datasets, hydra, hypothesis, matplotlib.pyplot, pandas, pytest, rich.console, torch, transformers, xdist
+import transformers.generation, transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
+sys.dont_write_bytecode = False  # the copied sources are compiled once
 assert not [name for name in sys.modules if name.partition(".")[0] == "kvcompress"]
 for line in sys.stdin:
     command, where = json.loads(line)

@@ -75,9 +75,8 @@ def test_a_value_that_is_not_the_default_reaches_the_method(name):
 def test_a_preset_fills_only_what_is_not_set():
     for name, cls in components.method_classes().items():
         for preset in cls.presets:
-            assert components.build_method(cell(f"method={name}", "budget=0.5", f"method.preset={preset}")) == cls(
-                budget=0.5, preset=preset
-            )
+            made = cell_of(["budget=0.5", f"method.preset={preset}"], method=name)
+            assert components.build_method(made) == cls(budget=0.5, preset=preset)
 
 
 def test_parts_replace_the_methods_own_only_where_chosen():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 
@@ -32,7 +33,13 @@ def here(tmp_path_factory):
     return left(folder)
 
 
-@pytest.mark.slow
+def test_what_is_handed_to_an_engine_travels_by_name_and_value():
+    """A worker of another process finds the function in the package, and gets overrides and options alone."""
+    job = (engines._guarded, (engines.run_part, 3, [["method=snapkv", "budget=0.5"]], Options(memory=5)))
+    assert pickle.loads(pickle.dumps(job)) == job
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("engine", SETTINGS)
 def test_two_workers_leave_what_one_process_leaves(tmp_path, engine, here, capfd):
     pytest.importorskip(engine)

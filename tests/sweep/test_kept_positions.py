@@ -9,6 +9,7 @@ from sweeps import ALONE, SHARED, TOGETHER, cells, left, sweep
 
 from kvcompress.hook.session import Session
 from kvcompress.sweep import record
+from kvcompress.tasks.longbench import LongBench
 
 METHODS = "full,snapkv,pyramidkv,adakv,knorm,h2o,streamingllm"
 
@@ -40,6 +41,7 @@ def test_positions_bytes_tokens_and_scores_of_a_cell_are_those_it_has_alone(
     tmp_path, with_positions, task, question, monkeypatch
 ):
     settings = [f"task.question={question}", "limit=1"]
+    monkeypatch.setattr(LongBench, "new_tokens", lambda *_: 4)
     if task != "needle":
         short = ("model=random", f"task={task}", f"task.source={few_shot(tmp_path)}", "task.max_length=250")
         monkeypatch.setattr("sweeps.SHORT", (*short, "device=cpu", "paths.data=null", "sweep.name=test"))

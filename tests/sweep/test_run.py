@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -268,21 +266,10 @@ def test_hidden_question_is_appended_after_the_compression(cell, runner, tmp_pat
     assert all(row["out"]["end"]["moments"][-1]["moment"] == "append" for row in rows.values())
 
 
-def command(*arguments, folder):
-    environment = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(folder)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "run.py"), *arguments, *SHORT, "limit=1", f"paths.results={folder}"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=280,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_command_line_sweeps_and_drops_pairs_that_do_not_go_together_with_a_note(tmp_path):
-    code, text = command("-m", "method=full,snapkv", "budget=0.5,10", folder=tmp_path)
+def test_command_line_sweeps_and_drops_pairs_that_do_not_go_together_with_a_note(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    code = main(["-m", "method=full,snapkv", "budget=0.5,10", *SHORT, "limit=1", f"paths.results={tmp_path}"])
+    text = capsys.readouterr().err
     assert code == 0, text
     assert "dropped: snapkv budget 10" in text and "at least 33" in text
     assert len(list((tmp_path / "default").glob("*/record.json"))) == 2

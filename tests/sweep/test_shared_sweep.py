@@ -19,8 +19,8 @@ PROTOCOLS = {
 @pytest.mark.parametrize(
     ("protocol", "methods", "budgets"),
     [
-        ("seen", METHODS, "0.2,64"),
-        ("hidden", "full,snapkv,adakv,h2o", "0.2,64"),
+        ("seen", METHODS, "64"),
+        ("hidden", "full,snapkv,adakv,h2o", "0.2"),
         ("classic", "full,snapkv,cake", "0.2"),
         *(pytest.param(name, METHODS, "0.5,0.2,64", marks=pytest.mark.long) for name in PROTOCOLS),
     ],
