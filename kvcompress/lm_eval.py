@@ -1,4 +1,4 @@
-"""lm-eval on a compressed model: a model class for its `simple_evaluate`, and how it turns text into token ids.
+"""lm-eval's model class for compressed models, for its `simple_evaluate`.
 
     import lm_eval
     from kvcompress.lm_eval import CompressedLM
@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 from kvcompress.data.lm_eval_encoding import MAX_GEN_TOKS, Encoding
 from kvcompress.data.lm_eval_requests import (
     Continuation,
+    answer_text,
     check_rolling,
     complete,
-    cut,
     draw_seed,
     log_likelihoods,
 )
+from kvcompress.data.thinking import CLOSING
 from kvcompress.hook.session import compress
 from kvcompress.method import Method
 from kvcompress.methods import METHODS
@@ -51,6 +52,8 @@ class CompressedLM(Encoding, TemplateLM):
         held_back: last tokens of a context that are fed after its compression, where a continuation is scored.
         max_length: longest sequence; by default what the model's configuration says.
         seed: of tasks that sample.
+        think_end_token: taken and not needed: a text that thinks is known by its marks, and what is scored of it is what
+            stands behind them; stop strings do not count before.
         batch_size, max_batch_size: taken and not used: requests run one by one.
     """
 
@@ -67,6 +70,7 @@ class CompressedLM(Encoding, TemplateLM):
         seed: int = 0,
         device: str = "auto",
         dtype: str = "float32",
+        think_end_token: str | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
         **settings: Any,
@@ -76,6 +80,8 @@ class CompressedLM(Encoding, TemplateLM):
         """
         TemplateLM.__init__(self)
         self.method = _method(method, budget, settings)
+        if think_end_token not in (None, *CLOSING):
+            raise ValueError(f"think_end_token={think_end_token!r}; valid: {', '.join(CLOSING)}")
         if held_back < 0:
             raise ValueError(f"held_back={held_back}; at least 0 tokens")
         if isinstance(pretrained, str):
@@ -143,7 +149,7 @@ class CompressedLM(Encoding, TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts that go on until a stop string, which is not part of them."""
+        """Texts that go on until a stop string, which is not part of them; nor is a thinking part before them."""
         found = []
         for number, request in enumerate(requests):
             asked = self.completion(*request.args)
@@ -152,7 +158,7 @@ class CompressedLM(Encoding, TemplateLM):
                 self._note(session)
                 seed = draw_seed(self.seed, number, *asked.context)
                 tokens = complete(session, asked, self.stop, self.tokenizer, seed).tokens[0]
-            found.append(cut(self.tokenizer.decode(tokens, skip_special_tokens=True), asked.until))
+            found.append(answer_text(asked, tokens, self.tokenizer))
             self.cache_hook.add_partial("generate_until", request.args, found[-1])
         return found
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from kvcompress.method import Method, Prefill, Tensor
+from kvcompress.reuse import chunk_loader, selective_recompute
+from kvcompress.reuse.kv_store import KVStore, store_of
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"ratio": 0.15, "deviation": "kv", "selection": "gradual", "mix": False},
@@ -76,7 +78,13 @@ class Blended(Prefill):
             )
 
     def run(self, session, segments, mask):
-        return session.forward_blended(segments, mask, self)
+        return selective_recompute.prefill(session, segments, mask, self)  # type: ignore[arg-type]  # set by the preset
+
+    def open_store(self, model: Any) -> KVStore:
+        return store_of(model, "chunks")
+
+    def precompute(self, session, segments):
+        return chunk_loader.precompute(session, segments[:-1])[1]
 
     def distance(self, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> Tensor:
         """Squared distance of computed from reused rows, `[1, H_kv, n, D]` each, summed over heads: float32 `[n]`."""

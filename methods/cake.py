@@ -175,7 +175,8 @@ class CAKE(SnapKV):
     differences = (
         "budgets add up and never grow from layer to layer unless repair=published; variances in float32 (half "
         "precision loses most of them); rows of a batch are independent; prompts just above the budget are cut "
-        "too unless gate=true"
+        "too unless gate=true; in decode scores are pooled over neighbours in the text (the released code pools in the "
+        "order in which its cache holds them, by score)"
     )
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {

@@ -77,7 +77,8 @@ class ChunkKV(SnapKV):
     source = "arXiv 2502.00299; kvpress"
     differences = (
         "the budget is filled to the token, with a part of the next chunk; one choice per KV head; chunks lie at "
-        "multiples of the original positions"
+        "multiples of the original positions; a chunk that reaches into the window is scored by its tokens before it "
+        "(kvpress counts the window's as the highest score there is)"
     )
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {

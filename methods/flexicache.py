@@ -101,14 +101,14 @@ class FlexiCacheReader(PagedReader):
             found[:, heads] = top_pages(scores, wanted, pages[:, heads] - 1)
         if not any(stable):
             return found
-        if "page_ranked" not in state:
-            state["page_ranked"], state["page_known"] = found, pages.clone()
+        if "ranked" not in state:
+            state["ranked"], state["known"] = found, pages.clone()
         elif bool(first.any()):
             self._install(state, found, pages, first.to(device))
         if bool((due & ~first).any()):
-            state["page_next"], state["page_next_known"] = found, pages.clone()
-            state["page_due"] = (due & ~first).to(device)
-        ranked, known = state["page_ranked"], state["page_known"]
+            state["next"], state["next_known"] = found, pages.clone()
+            state["due"] = (due & ~first).to(device)
+        ranked, known = state["ranked"], state["known"]
         tail = max(0, int((pages - known).max()))
         new = known[..., None] + torch.arange(tail, device=device)
         mine = torch.cat([ranked, new.masked_fill(new >= pages[..., None], -1)], dim=2)
@@ -118,23 +118,23 @@ class FlexiCacheReader(PagedReader):
         return torch.where(torch.tensor(stable, device=device)[:, None], mine, found)
 
     def hold(self, index: PageIndex, state: State) -> Tensor | None:
-        if "page_due" in state:
-            self._install(state, state.pop("page_next"), state.pop("page_next_known"), state.pop("page_due"))
-        elif not bool((index.step == 1).any()) or "page_ranked" not in state:
+        if "due" in state:
+            self._install(state, state.pop("next"), state.pop("next_known"), state.pop("due"))
+        elif not bool((index.step == 1).any()) or "ranked" not in state:
             return None
-        new = state["page_known"][..., None] + torch.arange(
-            max(0, int((index.pages - state["page_known"]).max())), device=index.pages.device
+        new = state["known"][..., None] + torch.arange(
+            max(0, int((index.pages - state["known"]).max())), device=index.pages.device
         )
-        return torch.cat([state["page_ranked"], new.masked_fill(new >= index.pages[..., None], -1)], dim=2)
+        return torch.cat([state["ranked"], new.masked_fill(new >= index.pages[..., None], -1)], dim=2)
 
     @staticmethod
     def _install(state: State, found: Tensor, pages: Tensor, rows: Tensor) -> None:
         """Take a ranking over in the rows `[B]` in which it was made."""
-        before, more = state["page_ranked"], found.shape[2] - state["page_ranked"].shape[2]
+        before, more = state["ranked"], found.shape[2] - state["ranked"].shape[2]
         before = torch.nn.functional.pad(before, (0, max(0, more)), value=-1)
         found = torch.nn.functional.pad(found, (0, max(0, -more)), value=-1)
-        state["page_ranked"] = torch.where(rows[:, None, None], found, before)
-        state["page_known"] = torch.where(rows[:, None], pages, state["page_known"])
+        state["ranked"] = torch.where(rows[:, None, None], found, before)
+        state["known"] = torch.where(rows[:, None], pages, state["known"])
 
 
 @dataclass(frozen=True, kw_only=True)

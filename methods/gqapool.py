@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from kvcompress.method import Codec, Method, Slots, Tensor
 from kvcompress.models import compat
+
+POOL = 2  # KV heads, where that divides a model's
 
 
 @dataclass(frozen=True)
@@ -17,15 +19,17 @@ class GQAPoolCodec(Codec):
 
     Attributes:
         pool: KV heads that are held as one.
+        fits: `pool` gives way to the smallest number above 1 that divides a model's KV heads where it does not.
     """
 
     name: ClassVar[str] = "gqapool"
 
-    pool: int = 2
+    pool: int = POOL
+    fits: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.pool < 1:
-            raise ValueError(f"pool={self.pool}; at least 1 KV head")
+        if isinstance(self.pool, bool) or not isinstance(self.pool, int) or self.pool < 1:
+            raise ValueError(f"pool={self.pool!r}; at least 1 KV head, an int")
 
     @property
     def joint(self) -> bool:
@@ -33,10 +37,14 @@ class GQAPoolCodec(Codec):
 
     def bind(self, model: Any) -> Codec:
         heads = compat.kv_heads(model)
-        if heads % self.pool:
-            valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            raise ValueError(f"pool={self.pool} does not divide the model's {heads} KV heads; valid: {valid}")
-        return self
+        if heads % self.pool == 0:
+            return self
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        if self.fits:
+            return replace(self, pool=divisors[min(1, len(divisors) - 1)])
+        raise ValueError(
+            f"pool={self.pool} does not divide the model's {heads} KV heads; valid: {', '.join(map(str, divisors))}"
+        )
 
     def encode(self, keys: Tensor, values: Tensor, slots: Slots) -> dict[str, Tensor]:
         return {"key_means": self._means(keys), "value_means": self._means(values)}
@@ -72,7 +80,8 @@ class GQAPool(Method):
     mean to stand for them, which is what this method shows. `budget` has no effect.
 
     Attributes:
-        pool: KV heads that are held as one; with eviction only 1.
+        pool: KV heads that are held as one; with eviction only 1. None: 2, or where a model's KV heads are odd the
+            smallest number above 1 that divides them (3 of 3; a single head is held as it is).
     """
 
     family = "low rank"
@@ -82,10 +91,14 @@ class GQAPool(Method):
 
     budget_kind: ClassVar[Literal["none"]] = "none"
 
-    pool: int = 2
+    pool: int | None = None
 
     def check(self) -> None:
         self.make_codec()
 
     def make_codec(self) -> Codec:
-        return GQAPoolCodec(self.pool)
+        return GQAPoolCodec(POOL, fits=True) if self.pool is None else GQAPoolCodec(self.pool)
+
+    def describe(self) -> dict[str, Any]:
+        """As of `Method`; the default is named by its number, so that runs with it keep their id."""
+        return super().describe() | ({"pool": POOL} if self.pool is None else {})

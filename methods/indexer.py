@@ -17,8 +17,8 @@ class IndexerReader(PagedReader):
     """The tokens that all query heads together attend to most: what DSA's indexer is trained to predict.
 
     Its scores are the attention itself, softmax per head over all that is held and summed over heads, so that it bounds
-    from above what an indexer of any kind can choose. It saves nothing: bounds of single tokens are their keys twice,
-    and `kv.read_bytes_per_token` counts them all.
+    from above what an indexer of any kind can choose. It holds nothing beside the cache: a step reads every key, and the
+    values of the tokens that it chooses.
 
     Attributes:
         budget: tokens to read, a share of the row's prompt or a number.
@@ -26,7 +26,8 @@ class IndexerReader(PagedReader):
 
     name: ClassVar[str] = "indexer"
     across_heads: ClassVar[bool] = True
-    page_size: ClassVar[int] = 1  # type: ignore[misc]  # a page is a token, its bound the exact product
+    bounded: ClassVar[bool] = False  # ranked by keys themselves
+    page_size: ClassVar[int] = 1  # type: ignore[misc]  # a page is a token
 
     budget: Budget = 2048
 
@@ -34,7 +35,7 @@ class IndexerReader(PagedReader):
         self.check()
 
     def select(self, q: Tensor, index: PageIndex, state: State) -> Tensor:  # type: ignore[override]
-        attention = torch.softmax(index.upper(q) * index.scaling, dim=-1)
+        attention = torch.softmax(index.products(q) * index.scaling, dim=-1)
         exists = torch.arange(attention.shape[-1], device=q.device) < index.pages[:, :1, None]
         scores = torch.where(exists, attention.sum((1, 2))[:, None], float("-inf"))
         return top_pages(scores, self.count(index.real)).expand(-1, index.pages.shape[1], -1)

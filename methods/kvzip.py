@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.method import Allocator, LayerView, Method, Needs, Observed, Pass, Scorer, State, Tensor, Uniform
 from kvcompress.method.apportion import evenly, occupancy
 from kvcompress.methods.adakv import Ada
@@ -52,7 +53,7 @@ class RepetitionScorer(Scorer):
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)] if text else []
+    return plain_ids(tokenizer, text) if text else []
 
 
 def turn(tokenizer: Any, answer: str) -> tuple[list[int], list[int]]:

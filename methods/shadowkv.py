@@ -59,20 +59,23 @@ class ShadowReader(PagedReader):
     def offloaded(self, layer: int) -> tuple[int, ...]:
         return tuple(range(self.heads))
 
-    def begin(self, keys: Tensor, counts: Tensor, state: State) -> None:
+    def begin(self, keys: Tensor, counts: Tensor, state: State) -> Tensor:
         most, device = int(counts.max()) // self.page_size, keys.device
         chunks = keys[:, :, : most * self.page_size].unflatten(2, (most, self.page_size)).float()
         landmarks = chunks.mean(3)
-        state["page_summaries"] = landmarks.to(keys.dtype)
+        state["summaries"] = landmarks.to(keys.dtype)
         first = (counts // self.page_size - self.local).clamp(min=0).to(device)  # of those that stay whatever they are
         closest = torch.nn.functional.cosine_similarity(chunks, landmarks[:, :, :, None], dim=-1).amin(3)
         there = torch.arange(most, device=device) < first[..., None]
         wanted = torch.full((len(keys),), self.outliers)
-        state["page_outliers"] = top_pages((-closest).masked_fill(~there, float("-inf")), wanted)
-        state["page_local"] = first
+        state["outliers"] = top_pages((-closest).masked_fill(~there, float("-inf")), wanted)
+        state["local"] = first
+        last = first[..., None] + torch.arange(self.local, device=device)
+        last = last.masked_fill(last >= (counts // self.page_size).to(device)[..., None], -1)
+        return torch.cat([state["outliers"], last], dim=2)  # the others are rebuilt from the first step on
 
     def select(self, q: Tensor, index: PageIndex, state: State) -> Tensor:  # type: ignore[override]
-        landmarks, outliers, first = (state[f"page_{name}"] for name in ("summaries", "outliers", "local"))
+        landmarks, outliers, first = (state[f"{name}"] for name in ("summaries", "outliers", "local"))
         batch, kv = index.pages.shape
         logits = q.view(batch, kv, -1, q.shape[-1]).float() @ landmarks.float().mT * index.scaling
         free = torch.arange(landmarks.shape[2], device=q.device) < first[..., None]
@@ -83,14 +86,16 @@ class ShadowReader(PagedReader):
         last = first[..., None] + torch.arange(int((index.pages - first).max()), device=q.device)
         stay = torch.cat([outliers, last.masked_fill(last >= index.pages[..., None], -1)], dim=2)
         picked = top_pages(scores, self.count(index.real))
-        if "page_picked" in state:  # a row that has ended fetches nothing
-            picked = torch.where((index.step < 0).to(q.device)[:, None, None], state["page_picked"], picked)
-        state["page_picked"] = picked
-        state["page_chosen"] = torch.cat([stay, picked], dim=2)
-        return state["page_chosen"]
+        if "picked" in state and bool((index.step < 0).any()):  # a row that has ended fetches nothing
+            before, n = state["picked"], max(picked.shape[2], state["picked"].shape[2])  # rows may have gone since
+            before, picked = (torch.nn.functional.pad(x, (0, n - x.shape[2]), value=-1) for x in (before, picked))
+            picked = torch.where((index.step < 0).to(q.device)[:, None, None], before, picked)
+        state["picked"] = picked
+        state["chosen"] = torch.cat([stay, picked], dim=2)
+        return state["chosen"]
 
     def hold(self, index: PageIndex, state: State) -> Tensor | None:
-        return state["page_chosen"]  # what the next step chooses as well is not fetched again
+        return state["chosen"]  # what the next step chooses as well is not fetched again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +103,9 @@ class ShadowKV(Method):
     """Keep every token: keys as factors on the device, values on the host; a step fetches the values it attends to.
 
     When a layer goes into pages, at the first decode step, keys before rotation of all heads together are projected on
-    the `rank` directions that this sequence's own use most. `budget` counts the tokens a step chooses. Prompts attend to
-    everything; later ones, and questions, to the keys that the factors give. Refused beside evictions per head.
+    the `rank` directions that this sequence's own use most; chunks are read from these factors from that step on.
+    `budget` counts the tokens a step chooses. Prompts attend to everything; later ones, and questions, to the keys that
+    the factors give. Refused beside evictions per head.
 
     On a model whose heads have fewer numbers together than `rank` nothing is lost, nor saved, on keys.
     """

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 def text_of(found: dict[str, Any], scores: list[list[float]]) -> str:
     """JSON with a line per list of numbers and per layer of scores, so that a change can be read."""
     head = json.dumps(found, indent=1, ensure_ascii=False)[:-2]
-    head = re.sub(r"\[[-\d.,\s]+\]", lambda numbers: " ".join(numbers[0].split()), head)
+    head = re.sub(r"\[[-+\d.,e\s]+\]", lambda numbers: " ".join(numbers[0].split()), head)
     rows = ",\n".join(f"  {json.dumps(row)}" for row in scores)
     return f'{head},\n "scores": [\n{rows}\n ]\n}}\n'
 

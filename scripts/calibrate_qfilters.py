@@ -43,8 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
 
     from kvcompress import load
-    from kvcompress.calibrate import calibration
-    from kvcompress.methods import qfilters
+    from kvcompress.calibrate import calibration, query_filters
 
     try:
         model, tokenizer = load(args.model, dtype=args.dtype, device=args.device, seed=args.seed)
@@ -56,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
             text = f"by the model, temperature {args.temperature}, top-p {args.top_p}, seed {args.seed}"
         else:
             ids, text = read(args.text, tokenizer, args), args.text.name
-        filters = qfilters.calibrate(model, ids.split(1))
+        filters = query_filters.calibrate(model, ids.split(1))
     except (OSError, ValueError) as error:
         print(f"calibrate_qfilters: {error}", file=sys.stderr)
         return 1
@@ -69,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         **calibration.made("calibrate_qfilters.py", given),
     }
     name = args.model.strip("/").replace("/", "--")
-    out = args.out or calibration.folders(qfilters.KIND, qfilters.DATA)[0] / f"{name}.safetensors"
+    out = args.out or calibration.folders(query_filters.KIND, query_filters.DATA)[0] / f"{name}.safetensors"
     calibration.save(out, model, {"filters": filters}, provenance)
     print(f"{out}: {len(filters)} layers of {filters.shape[1]} KV heads, from {ids.shape[0]} x {ids.shape[1]} tokens")
     return 0

@@ -153,7 +153,7 @@ def check(name: str, root: Path) -> None:
         ValueError: names the name, what is allowed and what it collides with.
     """
     from kvcompress import method
-    from kvcompress.sweep.config import method_classes
+    from kvcompress.sweep.components import method_classes
 
     if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name) or keyword.iskeyword(name):
         raise ValueError(

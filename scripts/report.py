@@ -1,6 +1,6 @@
 """The leaderboard of a results folder: python scripts/report.py results/ [--markdown F] [--csv F] [--png FOLDER]"""
 
-from kvcompress.report.cli import main
+from kvcompress.commands.report import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Build or upload tracker runs from records alone, once or again: python scripts/sync.py results/ --mode online"""
 
-from kvcompress.tracking.sync import main
+from kvcompress.commands.sync import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

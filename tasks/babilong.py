@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import yaml
 
 from kvcompress.data import hub, jsonl
-from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.row_task import RowPrompt, RowTask
 from kvcompress.data.task import Sample
 
 
@@ -22,14 +22,14 @@ def settings() -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BabiLong(RowsTask):
+class BabiLong(RowTask):
     """One question on a long text. Prompts, 20 tokens of answer, greedy, and scoring are the published ones.
 
     Attributes:
         subset: "qa1" … "qa5", those that have labels.
         length: "0k", "1k", … as the data set names them.
         revision: commit of the data set on the Hub, or its branch.
-        source, question, template, max_length: see `RowsTask`. Files are `babilong/<length>_<subset>.jsonl`.
+        source, question, template, max_length: see `RowTask`. Files are `babilong/<length>_<subset>.jsonl`.
     """
 
     name: ClassVar[str] = "babilong"
@@ -56,13 +56,13 @@ class BabiLong(RowsTask):
     def about(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {"question": row["question"]}
 
-    def ask(self, row: Mapping[str, Any], where: str) -> Asked:
+    def row_prompt(self, row: Mapping[str, Any], where: str) -> RowPrompt:
         parts = settings()["subsets"][self.subset]
         head, tail = settings()["template"].split("{context}")
         head = head.format(**{key: parts[key] for key in ("instruction", "examples", "post_prompt")})
         tail = tail.format(question=jsonl.text(row, "question", where)).rstrip()
         target = jsonl.answer(row["target"], "target", where)
-        return Asked((head + jsonl.text(row, "input", where) + tail).lstrip(), tail, (target,))
+        return RowPrompt((head + jsonl.text(row, "input", where) + tail).lstrip(), tail, (target,))
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 if the target is the only label in the first sentence of the answer; labels of the question do not count."""

@@ -1,4 +1,4 @@
-"""Fidelity: how far does a compressed model's next-token distribution drift from the full model's?
+"""Fidelity: divergence of a compressed model's next-token distribution from the full model's.
 
 A prompt is prefilled and compressed; then tokens that are known are fed one after another, and at each of them the
 compressed model's distribution is compared with the one the full model had there: KL(full || compressed) in nats, top-1
@@ -24,9 +24,10 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompress.common.prose import Encoder, prose_ids
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import jsonl, prompts
-from kvcompress.data.divergence import along, answered
-from kvcompress.data.haystack import frame
+from kvcompress.data.divergence import reference_answer, teacher_forced_divergence
+from kvcompress.data.haystack import prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.hook.generation import pick
 
@@ -46,19 +47,15 @@ def read_texts(path: Path, field: str) -> tuple[tuple[str, str], ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task.texts={path}: {error}; a JSON Lines file, absolute or inside paths.data") from None
     found = []
+    names = FIELDS if field == "auto" else (field,)
     for number, line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"task.texts={path}, line {number}: {error}") from None
-        names = FIELDS if field == "auto" else (field,)
-        text = next((record[n] for n in names if isinstance(record, dict) and isinstance(record.get(n), str)), None)
-        if text is None:
+        where = f"task.texts={path}, line {number}"
+        record = jsonl.loads(line, where)
+        name = next((n for n in names if isinstance(record, dict) and isinstance(record.get(n), str)), None)
+        if name is None:
             has = ", ".join(record) if isinstance(record, dict) else "no object"
-            raise ValueError(
-                f"task.texts={path}, line {number}: none of {', '.join(names)} (has {has}); set task.field"
-            )
-        found.append((f"{path.stem}-{number}", text))
+            raise ValueError(f"{where}: none of {', '.join(names)} (has {has}); set task.field")
+        found.append((f"{path.stem}-{number}", jsonl.text(record, name, where)))
     return tuple(found)
 
 
@@ -128,7 +125,7 @@ class Fidelity(Task):
         """As many texts as asked for, cut to length."""
         encode, made = Encoder(tokenizer), 0
         forced = self.continuation_tokens if self.source == "text" else 0
-        wrap = frame(tokenizer, encode, "", self.instruction, "", self.template)
+        wrap = prompt_template(tokenizer, encode, "", self.instruction, "", self.template)
         room = self.prompt_tokens - len(wrap.head) - len(wrap.tail)
         if room < 1:
             raise ValueError(f"task.prompt_tokens={self.prompt_tokens}: template and instruction alone need more")
@@ -162,9 +159,9 @@ class Fidelity(Task):
         random.Random(f"fidelity:{self.seed}").shuffle(records)
         for name, text in records:
             # a long document need not be encoded to its end
-            ids = tokenizer.encode(text[: 8 * need], add_special_tokens=False)
+            ids = plain_ids(tokenizer, text[: 8 * need])
             if len(ids) < need < 8 * need < len(text):
-                ids = tokenizer.encode(text, add_special_tokens=False)
+                ids = plain_ids(tokenizer, text)
             yield name, ids
 
     # ------------------------------------------------------------------ running
@@ -180,14 +177,14 @@ class Fidelity(Task):
             return {"logits": torch.cat(found), "tokens": forced[0].cpu()}
         generator = torch.Generator(device=device).manual_seed(self.seed) if self.temperature > 0 else None
         choose = partial(pick, temperature=self.temperature, top_p=self.top_p, top_k=0, generator=generator)
-        return answered(session, prefilled.logits, turn, choose)
+        return reference_answer(session, prefilled.logits, turn, choose)
 
     @torch.no_grad()
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Prefill, then feed the reference's tokens and compare at each.
 
         Returns:
-            beside what any task returns (without times of decoding): `positions`, the lists of `compare`; `held`,
+            beside what any task returns (without times of decoding): `positions`, the lists of `token_divergence`; `held`,
             bytes after the prompt and after each forward of the decode. `tokens` are the compressed model's own top 1.
         """
         reference = sample.reference
@@ -198,7 +195,7 @@ class Fidelity(Task):
         held = [compressed["kv"]["bytes_held"]]
         positions: dict[str, list[float]] = {}
         top: list[int] = []
-        for ours, found in along(session, reference):
+        for ours, found in teacher_forced_divergence(session, reference):
             for name, values in found.items():
                 positions.setdefault(name, []).extend(values)
             if top:

@@ -25,9 +25,9 @@ from kvcompress.data.lm_eval_index import SEED, Loaded, load
 from kvcompress.data.lm_eval_requests import (
     Completion,
     Continuation,
+    answer_text,
     check_rolling,
     complete,
-    cut,
     draw_seed,
     log_likelihoods,
     prompt_of,
@@ -39,7 +39,7 @@ PERCENT = ("bleu", "chrf", "chrf++")  # metrics of lm-eval whose best value is 1
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 TEXTS = (*PERCENT, "ter")  # metrics that read the texts again for every draw
 
-Asked = Continuation | Completion
+Request = Continuation | Completion
 Values = dict[tuple[str, str], Any]  # by metric and filter, as a task of lm-eval returns them for one document
 
 
@@ -47,7 +47,7 @@ Values = dict[tuple[str, str], Any]  # by metric and filter, as a task of lm-eva
 class Document(Sample):
     """One document: `asked` are its requests, each of one or (a long text in windows) more parts."""
 
-    asked: tuple[tuple[Asked, ...], ...] = field(default=(), compare=False, repr=False)
+    asked: tuple[tuple[Request, ...], ...] = field(default=(), compare=False, repr=False)
 
     def total_tokens(self) -> int:
         return max(part.total_tokens() for parts in self.asked for part in parts)
@@ -185,7 +185,7 @@ class LMEval(Task):
 
     def _document(self, loaded: Loaded, name: str, number: int, doc: Any, encoding: Any, chat: Any) -> Document:
         requests = self._requests(loaded, name, number, doc, chat)
-        asked: list[tuple[Asked, ...]] = []
+        asked: list[tuple[Request, ...]] = []
         for request in requests:
             if request.request_type == "generate_until":
                 asked.append((encoding.completion(*request.args),) * (request.repeats or 1))
@@ -264,8 +264,7 @@ class LMEval(Task):
                         out["tokens"].append([int(token) for token in written.tokens[0]])
                         out["finished"].append(written.finished[0])
                         out["tpot_s"].extend(float(seconds) for seconds in written.step_s)
-                        text = tokenizer.decode(out["tokens"][-1], skip_special_tokens=True)
-                        out["responses"][-1].append(cut(text, part.until))
+                        out["responses"][-1].append(answer_text(part, out["tokens"][-1], tokenizer))
         end = dict(ends[-1])
         end["active"] = any(report["active"] for report in ends)
         end["clamped"] = any(report["clamped"] for report in ends)

@@ -16,9 +16,12 @@ from typing import Any, ClassVar
 import yaml
 
 from kvcompress import metrics
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import hub, jsonl, prompts
-from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.prompts import resolve_template
+from kvcompress.data.row_task import RowPrompt, RowTask
 from kvcompress.data.task import Sample, Task, Turn, of_suite
+from kvcompress.data.thinking import template_opens
 
 FIELDS = ("input", "context", "answers", "all_classes", "length")
 HUB = (
@@ -61,7 +64,7 @@ def official(row: dict[str, Any], template: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongBench(RowsTask):
+class LongBench(RowTask):
     """One data set of LongBench. `dataset` and `metric` are the class's.
 
     Attributes:
@@ -124,22 +127,24 @@ class LongBench(RowsTask):
             return self.max_length
         return int(min(tokenizer.model_max_length, 1 << 20)) - self.published["max_new_tokens"] - MARGIN
 
-    def ask(self, row: Mapping[str, Any], where: str) -> Asked:
+    def row_prompt(self, row: Mapping[str, Any], where: str) -> RowPrompt:
         head, _, rest = self.published["template"].partition("{context}")
         tail = rest.format(input=jsonl.text(row, "input", where))
         references = jsonl.answers(row["answers"], "answers", where)
         if self.metric == "classification":
             jsonl.answers(row["all_classes"], "all_classes", where)
-        return Asked(head + jsonl.text(row, "context", where) + tail, tail, references)
+        return RowPrompt(head + jsonl.text(row, "context", where) + tail, tail, references)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         template, limit = self.template, self.limit(tokenizer)
         if template == "official":
             template = "auto" if self.published["chat"] else "none"
-        newline = self.published["newline_stops"]
-        stop = tuple(tokenizer.encode("\n", add_special_tokens=False)[-1:]) if newline else ()
+        # a thinking part that the template opens has lines of its own; the first line behind it is what is scored
+        opened = resolve_template(tokenizer, template) == "chat" and template_opens(tokenizer)
+        newline = self.published["newline_stops"] and not (opened and self.published["first_line"])
+        stop = tuple(plain_ids(tokenizer, "\n")[-1:]) if newline else ()
         hide = self.question == "hidden"
-        for number, (row, asked) in enumerate(self.asked()):
+        for number, (row, asked) in enumerate(self.row_prompts()):
             prompt = prompts.build(tokenizer, asked.text, asked.tail, template, limit, self.truncation, hide)
             # as published: a newline cannot be all there is
             turn = Turn(prompt.question, self.new_tokens(row), stop, asked.references, min_new_tokens=1 if stop else 0)

@@ -18,9 +18,9 @@ import torch
 import yaml
 
 from kvcompress.common.prose import Encoder
-from kvcompress.data import hub
-from kvcompress.data.haystack import frame
-from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data import hub, jsonl
+from kvcompress.data.haystack import prompt_template
+from kvcompress.data.row_task import RowPrompt, RowTask
 from kvcompress.data.task import Sample, Turn
 
 ANSWER_TOKENS, COT_TOKENS = 128, 1024
@@ -43,7 +43,7 @@ def extract(text: str) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongBenchV2(RowsTask):
+class LongBenchV2(RowTask):
     """Accuracy; by difficulty and length in the record. An answer without a letter is wrong.
 
     Attributes:
@@ -51,7 +51,7 @@ class LongBenchV2(RowsTask):
             the text, as published. That prompt is never compressed.
         max_length: None: what the tokenizer says the model takes, less the answer.
         revision: commit of the data set on the Hub, or its branch.
-        source, question, template: see `RowsTask`. The file is `longbench_v2/longbench_v2.jsonl`.
+        source, question, template: see `RowTask`. The file is `longbench_v2/longbench_v2.jsonl`.
     """
 
     name: ClassVar[str] = "longbench_v2"
@@ -93,14 +93,14 @@ class LongBenchV2(RowsTask):
             text = text.replace(f"$C_{letter}$", row[f"choice_{letter}"].strip())
         return text
 
-    def ask(self, row: Mapping[str, Any], where: str) -> Asked:
+    def row_prompt(self, row: Mapping[str, Any], where: str) -> RowPrompt:
         if row["answer"] not in tuple(CHOICES):
             raise ValueError(f"{where}: answer={row['answer']!r}; valid: {', '.join(CHOICES)}")
-        if not all(isinstance(row[field], str) for field in self.fields):
-            raise ValueError(f"{where}: every field must be text")
+        for field in self.fields:
+            jsonl.text(row, field, where)
         head, tail = templates()["cot" if self.cot else "direct"].split(DOCUMENT)
         tail = self._filled(tail, row)
-        return Asked(head + row["context"].strip() + tail, tail, (row["answer"],))
+        return RowPrompt(head + row["context"].strip() + tail, tail, (row["answer"],))
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         encode = Encoder(tokenizer)
@@ -109,7 +109,7 @@ class LongBenchV2(RowsTask):
                 yield sample
                 continue
             head, tail = self._filled(templates()["cot_ans"], row).split("$COT$")
-            wrap = frame(tokenizer, encode, head, tail, "", self.template)
+            wrap = prompt_template(tokenizer, encode, head, tail, "", self.template)
             letter = Turn((*wrap.head, *wrap.tail), ANSWER_TOKENS, references=sample.turns[0].references)
             meta = {**sample.meta, "reasoning_at": len(wrap.head)}
             protocol = {**sample.protocol, "turns": "single", "questions": 1}

@@ -1,4 +1,4 @@
-"""Several questions on one context that is compressed once, before any of them is known.
+"""Multi-question contexts: several questions on one context that is compressed before any of them is known.
 
 The protocol of SCBench (Li et al., ICLR 2025, arXiv 2412.10319; microsoft/MInference, scbench), there "multi-request"
 (`turns=independent`) and "multi-turn" (`turns=gold`; its scripts put right answers in place of the model's own, unless
@@ -20,7 +20,7 @@ from kvcompress import metrics
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
 from kvcompress.data import jsonl, prompts
-from kvcompress.data.haystack import ADJECTIVES, NOUNS, fill, follow_up, frame, load_haystack
+from kvcompress.data.haystack import ADJECTIVES, NOUNS, build_haystack, follow_up, load_haystack, prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.tasks import kv_retrieval, needle
 
@@ -169,7 +169,7 @@ class MultiQuestion(Task):
 
     def _of_pairs(self) -> Iterator[Quiz]:
         task = self._pairs()
-        for number, (row, asked) in enumerate(task.asked()):
+        for number, (row, asked) in enumerate(task.row_prompts()):
             pairs = [tuple(pair) for pair in row["ordered_kv_records"]]
             others = [pair for pair in pairs if pair[0] != row["key"]]
             if self.n_questions > len(others) + 1:
@@ -191,7 +191,8 @@ class MultiQuestion(Task):
             questions = tuple(
                 _question(one, after, f"{where}, question {at}") for at, one in enumerate(asked[: self.n_questions], 1)
             )
-            yield Quiz(str(row.get("_id", row.get("id", number))), before + context, questions)
+            name = jsonl.identifier(row.get("_id", row.get("id")), number, where)
+            yield Quiz(name, before + context, questions)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the contexts are made of; every row is read, so that bad ones are refused before a model is loaded."""
@@ -211,6 +212,9 @@ class MultiQuestion(Task):
         # where the data lies is no setting: what it holds is in the fingerprint
         return {name: value for name, value in super().settings().items() if name != "source"}
 
+    def stated_lengths(self) -> tuple[int, ...]:
+        return super().stated_lengths() if self.form == "needles" else ()
+
     # ------------------------------------------------------------------ samples and scores
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
@@ -218,7 +222,9 @@ class MultiQuestion(Task):
         new = self.max_new_tokens or FORMS[self.form][1]
         for quiz in self.quizzes():
             encode = Encoder(tokenizer)  # it remembers what it encodes: no longer than a context is in use
-            frames = [frame(tokenizer, encode, quiz.text, q.text, q.prefix, self.template) for q in quiz.questions]
+            frames = [
+                prompt_template(tokenizer, encode, quiz.text, q.text, q.prefix, self.template) for q in quiz.questions
+            ]
             context, cut = frames[0].head, 0
             meta: dict[str, Any] = {}
             if hay is not None and quiz.length is not None:
@@ -226,7 +232,9 @@ class MultiQuestion(Task):
                 start = rng.randrange(len(hay.sentences)) if self.haystack == "essay" else 0
                 room = quiz.length - len(context) - max(len(one.tail) for one in frames)
                 try:
-                    filled = fill(encode, hay, quiz.needles, [rng.random() for _ in quiz.needles], room, start)
+                    filled = build_haystack(
+                        encode, hay, quiz.needles, [rng.random() for _ in quiz.needles], room, start
+                    )
                 except ValueError as error:
                     raise ValueError(f"task.lengths: {quiz.length} tokens are too few ({error})") from None
                 context = (*context, *filled.ids)
@@ -281,5 +289,6 @@ def _question(one: Any, wording: str, where: str) -> Question:
     text, answers = one.get("question", one.get("input")), one.get("answers", one.get("answer"))
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}: question (or input) must be text, found {text!r:.60}")
+    jsonl.whole(text, "question (or input)", where)
     listed = jsonl.answers(answers if isinstance(answers, list) else [answers], "answers (or answer)", where)
     return Question(wording.replace("{question}", text), "", listed)

@@ -1,4 +1,4 @@
-"""Needle in a haystack: is a fact hidden at a known depth of a long context still found?
+"""Needle in a haystack: find a fact hidden at a known depth of a long context.
 
 Two forms. `ruler`: magic numbers behind adjective-noun keys, wording and scoring of NVIDIA/RULER's niah tasks (c3f5e3b,
 scripts/data/synthetic). `classic`: one sentence, length x depth grid, the prompt of the KV-cache papers. The haystack
@@ -18,7 +18,15 @@ from typing import Any, ClassVar
 from kvcompress import metrics
 from kvcompress.common.prose import Encoder
 from kvcompress.data import prompts
-from kvcompress.data.haystack import ADJECTIVES, NOUNS, Haystack, essays_folder, fill, frame, load_haystack
+from kvcompress.data.haystack import (
+    ADJECTIVES,
+    NOUNS,
+    Haystack,
+    build_haystack,
+    essays_folder,
+    load_haystack,
+    prompt_template,
+)
 from kvcompress.data.task import Sample, Task, Turn
 
 RULER_NEEDLE = "One of the special magic numbers for {key} is: {value}."
@@ -137,13 +145,13 @@ class Needle(Task):
         rng = random.Random(f"needle:{self.seed}:{number}:{depth:.6f}")
         needles, head, question, answer, references = self._texts(rng)
         hay = _haystack(self.haystack, self.data, self.essays)
-        wrap = frame(tokenizer, encode, head, question, answer if self.answer_prefix else "", self.template)
+        wrap = prompt_template(tokenizer, encode, head, question, answer if self.answer_prefix else "", self.template)
         room = length - len(wrap.head) - len(wrap.tail)
         depths = [depth] + [rng.random() for _ in needles[1:]]
         # noise repeats, so where it starts says nothing; prose starts at another sentence for each seed
         start = rng.randrange(len(hay.sentences)) if self.haystack == "essay" else 0
         try:
-            filled = fill(encode, hay, needles, depths, room, start)
+            filled = build_haystack(encode, hay, needles, depths, room, start)
         except ValueError as error:
             raise ValueError(f"task.lengths: {length} tokens are too few for this prompt ({error})") from None
         context = (*wrap.head, *filled.ids)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kvcompress import metrics
 from kvcompress.data import jsonl
-from kvcompress.data.row_task import Asked, RowsTask
+from kvcompress.data.row_task import RowPrompt, RowTask
 from kvcompress.data.task import Sample
 
 # jy-yuan/KIVI 52f7615 (MIT), long_context_example.py
@@ -16,12 +16,12 @@ QUESTION, ANSWER = "What is the pass key?", " The pass key is "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passkey(RowsTask):
+class Passkey(RowTask):
     """Prompt and start of the answer are KIVI's; it prints answers and scores none, so containment is our rule.
 
     Attributes:
         max_new_tokens: None for KIVI's: as many tokens as the pass key has characters.
-        source, question, template, max_length: see `RowsTask`. The file is `passkey/passkey_examples.jsonl`.
+        source, question, template, max_length: see `RowTask`. The file is `passkey/passkey_examples.jsonl`.
     """
 
     name: ClassVar[str] = "passkey"
@@ -42,11 +42,11 @@ class Passkey(RowsTask):
     def new_tokens(self, row: Mapping[str, Any]) -> int:
         return self.max_new_tokens or len(str(row["target"]))
 
-    def ask(self, row: Mapping[str, Any], where: str) -> Asked:
+    def row_prompt(self, row: Mapping[str, Any], where: str) -> RowPrompt:
         target = jsonl.answer(row["target"], "target", where)
         if not target or target not in jsonl.text(row, "input", where):
             raise ValueError(f"{where}: its input does not hold its target {target!r}")
-        return Asked(row["input"] + QUESTION, QUESTION, (target,), ANSWER)
+        return RowPrompt(row["input"] + QUESTION, QUESTION, (target,), ANSWER)
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """1 if the answer contains the pass key."""

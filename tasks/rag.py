@@ -1,4 +1,4 @@
-"""Questions on retrieved passages: answers, divergence and time to first token of prefills that reuse chunks.
+"""Retrieval-augmented questions: answers, divergence and time to first token of prefills that reuse chunks.
 
 A prompt is a prefix, passages in an order of its own, and the question, each tokenised by itself, so that a passage has
 the same ids wherever it stands. Each is prefilled three ways, one after the other in rotating order: whole, with exact
@@ -24,9 +24,10 @@ import torch
 
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
-from kvcompress.data import passages, prompts
-from kvcompress.data.divergence import along, answered
-from kvcompress.data.haystack import frame
+from kvcompress.common.tokenization import plain_ids
+from kvcompress.data import passages, prompts, thinking
+from kvcompress.data.divergence import reference_answer, teacher_forced_divergence
+from kvcompress.data.haystack import prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.measure.measuring import PeakMemory, quartiles, synchronize
 from kvcompress.method.parts import OneShot, Prefill
@@ -70,9 +71,7 @@ def f1(text: str, references: Sequence[str], tokenizer: Any) -> float:
     """The best F1 over the references of the normal forms' token ids; 1 where both are empty."""
     best = 0.0
     for reference in references:
-        got, wanted = (
-            tokenizer.encode(normalise(one), add_special_tokens=False) for one in (answer_of(text), reference)
-        )
+        got, wanted = (plain_ids(tokenizer, normalise(one)) for one in (answer_of(text), reference))
         best = max(best, token_f1(got, wanted) if got and wanted else float(got == wanted))
     return best
 
@@ -162,7 +161,7 @@ class Rag(Task):
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         encode = Encoder(tokenizer)
         for number, record in enumerate(passages.read(self.file())):
-            wrap = frame(tokenizer, encode, PREFIX, asked(record.question), "", self.template)
+            wrap = prompt_template(tokenizer, encode, PREFIX, asked(record.question), "", self.template)
             room = None if self.max_tokens is None else self.max_tokens - len(wrap.head) - len(wrap.tail)
             shuffle = f"rag:{self.seed}:{number}" if self.shuffle else None
             fitted = passages.fit(record, encode, room, self.fit, self.n_passages, shuffle)
@@ -199,7 +198,7 @@ class Rag(Task):
     def reference(self, session: Any, sample: Sample) -> dict[str, torch.Tensor]:
         """The full model's greedy answer, its end token included, and the logits `[n, V]` that predicted each token."""
         logits = session.prefill(_tensors(session, sample)).logits
-        return answered(session, logits, sample.turns[0], partial(torch.argmax, dim=-1))
+        return reference_answer(session, logits, sample.turns[0], partial(torch.argmax, dim=-1))
 
     @torch.no_grad()
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
@@ -208,7 +207,7 @@ class Rag(Task):
         Returns:
             beside what any task returns: `seconds` (per way a list, one per round) and `precompute_s` of chunks that
             were not in the store, outside of them; `reuse` and `prefix_reuse`, what was computed and what reused;
-            `positions`, the lists of `compare` along the full model's answer; `f1`, and `f1_full` of that answer.
+            `positions`, the lists of `token_divergence` along the full model's answer; `f1`, and `f1_full` of that answer.
         """
         if sample.reference is None:
             raise ValueError("rag compares with a reference: run it through the runner, or set sample.reference")
@@ -247,10 +246,9 @@ class Rag(Task):
         end, tokens = session.report(), [int(token) for token in answer.tokens[0]]
         session.cache = held
         positions = _followed(session, sample.reference)
-        text, full = (
-            session.tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in (tokens, sample.reference["tokens"].tolist())
-        )
+        prompt_end = session.tokenizer.decode(sample.segments[-1])
+        outputs = (tokens, sample.reference["tokens"].tolist())
+        text, full = (one.answer for one in thinking.decoded(session.tokenizer, sample, outputs, prompt_end))
         sizes = [segment.shape[1] for segment in segments]
         return {
             "tokens": [tokens],
@@ -337,7 +335,7 @@ def _timed(session: Any, segments: Sequence[torch.Tensor], how: Prefill | None) 
 def _followed(session: Any, reference: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     """How far the logits along the full model's answer lie from its own."""
     positions: dict[str, list[float]] = {}
-    for _, found in along(session, reference):
+    for _, found in teacher_forced_divergence(session, reference):
         for name, values in found.items():
             positions.setdefault(name, []).extend(values)
     return positions

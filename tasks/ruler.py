@@ -20,6 +20,7 @@ import yaml
 
 from kvcompress import metrics
 from kvcompress.common.hashing import content_hash
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import prompts, ruler
 from kvcompress.data.haystack import load_haystack
 from kvcompress.data.questions import read_questions
@@ -146,7 +147,7 @@ class Ruler(Task):
             return ruler.Niah(about, adjectives, nouns, essay)
         if about["kind"] == "variable_tracking":
             lines = 5
-            while len(tokenizer.encode(ruler.Tracking(about).example_of(lines + 1), add_special_tokens=False)) <= 500:
+            while len(plain_ids(tokenizer, ruler.Tracking(about).example_of(lines + 1))) <= 500:
                 lines += 1
             return ruler.Tracking(about, lines)
         if about["kind"] == "common_words_extraction":

@@ -32,7 +32,7 @@ def sample(
         "finished": ["stop"],
         "text": [text],
         "compressed": {"kv": {"bytes_held": 10 * MB}, "kept_per_layer": [3.0, 5.0], **kept},
-        "end": {"kv": {"bytes_held": 12 * MB}},
+        "end": {"kv": {"bytes_held": 12 * MB}, "active": True, "clamped": False},
         "held": [10 * MB, 10.5 * MB, 11 * MB, 11.5 * MB, 12 * MB],
     }
     return {"id": identity, "score": score, "references": [["gold"]], "meta": meta, "out": made | out}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from collections.abc import Iterator
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +22,47 @@ THROUGH_MODEL = sorted(name for name, cls in METHODS.items() if not cls().make_p
 EXACT = [name for name in THROUGH_MODEL if METHODS[name]().parts().codec.name == "plain"]
 CODED = sorted(name for name, cls in METHODS.items() if cls().parts().codec.name != "plain")  # hold another form
 EVICTING = sorted(name for name, cls in METHODS.items() if cls.budget_kind == "held_tokens")
+LONG = False  # with --long (conftest.py)
+
+
+def examples(few: int, many: int) -> int:
+    """How many examples hypothesis draws: `many` with `--long`."""
+    return many if LONG else few
+
+
+# One method for each way in which methods differ for cache, hooks and layouts: observed window, mass and eviction in
+# every step, compact positions, ragged heads, layers that wait for each other, a forward of its own.
+REPRESENTATIVE = ("SnapKV", "H2O", "StreamingLLM", "AdaKV", "CAKE", "KVzip")
+
+
+def grid(*axes: Iterable[Any], short: Callable[..., bool]) -> list[Any]:
+    """The product of `axes` as parameters; those for which `short(...)` is false only run with `--long`."""
+    found = []
+    for values in itertools.product(*axes):
+        found.append(pytest.param(*values, marks=() if short(*values) else pytest.mark.long))
+    return found
+
+
+def thinned(*axes: Sequence[Any], every: int) -> list[Any]:
+    """The product of `axes` as parameters, of which one in `every` runs without `--long`.
+
+    Those whose indices add up to a multiple of `every`: with `every` the length of one axis, all values of the others
+    are combined, each with one value of that axis, which takes turns.
+    """
+    found = []
+    for indices in itertools.product(*(range(len(axis)) for axis in axes)):
+        marks = () if sum(indices) % every == 0 else pytest.mark.long
+        found.append(pytest.param(*(axis[i] for axis, i in zip(axes, indices, strict=True)), marks=marks))
+    return found
+
+
+def every_method(names: Iterable[str] = EVICTING, *, short: Iterable[str] = REPRESENTATIVE) -> list[Any]:
+    """Methods by name, for a test that asks the same of each; those not in `short` only run with `--long`.
+
+    All of them (`EVICTING`) belong to a test of what the engine promises to any scorer; a property of the cache, the
+    hooks or a layout shows with the `REPRESENTATIVE` ones.
+    """
+    return grid(names, short=set(short).__contains__)
 
 
 def make(name: str, budget: float | int, **options: Any) -> Method:
@@ -81,7 +125,7 @@ def keep_positions(cache: Any, layer: int, wanted: Tensor) -> None:
     """Make a layer keep the positions marked in `wanted [B, H_kv, n]` (by original position)."""
     positions = cache.positions(layer)
     marked = wanted.gather(2, positions.clamp(min=0)) & (positions >= 0)
-    cache.layers[layer].keep(marked)
+    cache.layers[layer].retain(marked)
 
 
 def tensors_of(thing: Any) -> list[Tensor]:
@@ -146,5 +190,6 @@ def load_script(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their module up
     spec.loader.exec_module(module)
     return module

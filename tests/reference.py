@@ -21,7 +21,7 @@ _active: dict[int, MaskedReference] = {}  # id(attention module) -> the referenc
 
 
 @dataclass
-class Features:
+class AttentionParams:
     """What a layer's attention does beside softmax(q k): its scaling, soft-cap and sinks."""
 
     scaling: float
@@ -33,7 +33,7 @@ def _masked_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     """The model's own eager attention, with the reference's keep mask added for this layer."""
     reference = _active[id(module)]
     layer = module.layer_idx
-    features = Features(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
+    features = AttentionParams(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
     reference.captured[layer] = (query.detach().clone(), key.detach().clone(), features)
     reference.values[layer] = value.detach().clone()
     keep = reference.keep.get(layer)
@@ -63,7 +63,7 @@ class MaskedReference:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.keep: dict[int, Tensor] = {}
-        self.captured: dict[int, tuple[Tensor, Tensor, Features]] = {}
+        self.captured: dict[int, tuple[Tensor, Tensor, AttentionParams]] = {}
         self.values: dict[int, Tensor] = {}
         self.cache = DynamicCache()  # no config: every layer, sliding ones too, holds everything
         self.mask: Tensor | None = None
@@ -213,7 +213,7 @@ class Loop:
         return int(self.caps[b] * len(self.shares) * self.shares[layer, h] + 1e-9)
 
     def probabilities(
-        self, query: Tensor, key: Tensor, features: Features, h: int, columns: list[int], offset: int, at: int
+        self, query: Tensor, key: Tensor, features: AttentionParams, h: int, columns: list[int], offset: int, at: int
     ):
         """Softmax of the query at column `at` over `columns` (those up to itself), per query head of KV head `h`."""
         group = query.shape[0] // key.shape[0]

@@ -6,6 +6,7 @@ window could hide behind is made short. Vocabulary 128, 4 query heads, 2 KV head
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,8 +61,72 @@ LATENT = ("deepseek_v2", "deepseek_v3")  # multi-head latent attention: one head
 HYBRID = ("qwen2", "qwen3", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
 
 
-def small_model(architecture: str = "llama", *, seed: int = 0, groups: int = 2, scale: float = 0.12, **options: Any):
-    """A seeded random model in float32 with eager attention, and 4 query heads per `4 // groups` KV heads."""
+@dataclass
+class Made:
+    """A model that tests share, how it was when it was made, and torch's global random state after that."""
+
+    model: Any
+    as_made: Any
+    random_state: torch.Tensor
+
+
+_made: dict[str, Made] = {}  # arguments of small_model -> the model of this process
+_used: set[str] = set()  # those handed out since `altered` was last asked
+
+
+def small_model(architecture: str = "llama", *, fresh: bool = False, **options: Any) -> Any:
+    """A seeded random model of `build`, made once per process and shared: read-only, a test that alters it fails.
+
+    `fresh=True` for a model of the caller's own: to alter it, or to run two of the same kind at the same time.
+    """
+    if fresh:
+        return build(architecture, **options)
+    key = repr((architecture, sorted(options.items())))
+    if key not in _made:
+        model = build(architecture, **options)
+        _made[key] = Made(model, state_of(model), torch.get_rng_state())
+    _used.add(key)
+    torch.set_rng_state(_made[key].random_state)  # what a test draws next does not depend on who built the model
+    return _made[key].model
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    """All that a test could leave on a model, as values that compare."""
+    tensors = [*model.parameters(), *model.buffers()]
+    modules = list(model.modules())
+    return (
+        [(t.data_ptr(), t.dtype, t._version, t.requires_grad) for t in tensors],
+        torch.stack([t.detach().double().sum() for t in tensors]).tolist(),  # `.data` is changed without a version
+        [(sorted(vars(m)), m.training) for m in modules],
+        [len(hooks) for m in modules for name, hooks in vars(m).items() if name.endswith("_hooks")],
+        [str(vars(m.config)) for m in modules if "config" in vars(m)],
+        str(model.generation_config.to_dict()),
+    )
+
+
+def altered() -> list[str]:
+    """Arguments of shared models that are no longer as they were made, of those used since the last call.
+
+    They are forgotten, so that later tests get them anew.
+    """
+    found = sorted(key for key in _used if state_of(_made[key].model) != _made[key].as_made)
+    for key in found:
+        del _made[key]
+    _used.clear()
+    return found
+
+
+def build(
+    architecture: str,
+    *,
+    seed: int = 0,
+    groups: int = 2,
+    scale: float = 0.12,
+    attn: str = "eager",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
+    """A seeded random model, drawn in float32, with 4 query heads per `4 // groups` KV heads."""
     config = AutoConfig.for_model(
         architecture,
         **{
@@ -95,7 +160,8 @@ def small_model(architecture: str = "llama", *, seed: int = 0, groups: int = 2, 
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     remember_tokenizer(model, CharacterTokenizer())
-    return model
+    model.set_attn_implementation(attn)
+    return model if dtype == torch.float32 else model.to(dtype)
 
 
 class CharacterTokenizer:

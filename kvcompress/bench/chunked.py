@@ -1,4 +1,4 @@
-"""What a prompt in chunks holds and needs at its highest, beside the same prompt at once.
+"""Chunked prefill: bytes held and peak memory, beside the same prompt at once.
 
 Keys and values are counted inside every layer, when attention has run over what is held and eviction is still to come,
 and whenever a layer begins: the most that is ever held. Peak memory is that of `PeakMemory`: the process's resident

@@ -1,4 +1,4 @@
-"""What is asked of a GPU, as one command: kernels near the copy bandwidth, and decode near the roofline.
+"""GPU checks in one command: kernels near the copy bandwidth, decode near the roofline.
 
 `scripts/bench.py gpu --out results/reference/h200` runs every check on a full-size model with random weights and writes
 JSON and a table. Without CUDA it says what would be checked.
@@ -10,7 +10,7 @@ import inspect
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def fill(session: Session, tokens: int) -> None:
             like = held.get(name)
             channels[name] = like.new_empty(batch, heads, tokens, like.shape[-1]).normal_()
         layer.store, layer.seen = DenseStore(channels, torch.full((batch, heads), tokens)), tokens
-    cache.real = torch.full_like(cache.real, tokens)
+    cache.restore(replace(cache.sequence, real=torch.full_like(cache.real, tokens)))
 
 
 # ---------------------------------------------------------------------- all of them

@@ -1,4 +1,4 @@
-"""Each attention kernel beside a slow reference and a peer, with what it must move at least and what it did.
+"""Kernel benchmark: each attention kernel beside a slow reference and a peer, with its floor in bytes and operations.
 
 A kernel's floor is the bytes it has to read and write over the device's bandwidth, or the operations over the matrix
 rate, whichever takes longer; both rates are measured in the same process (`kvcompress.measure.roofline`). The peer is PyTorch's
@@ -18,9 +18,9 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from kvcompress.cache.layouts import PagedStore, RaggedStore
-from kvcompress.cache.layouts.quantized_groups import Unit
+from kvcompress.cache.layouts.quantized_groups import GroupSegment
 from kvcompress.kernels import triton_decode, triton_groups, triton_mass, triton_pages
-from kvcompress.kernels.blockwise import Features, blocks, sdpa_block, softmax_blocks, units
+from kvcompress.kernels.blockwise import AttentionParams, blocks, sdpa_block, softmax_blocks, units
 from kvcompress.kernels.online_softmax import piecewise_attention
 from kvcompress.kernels.varlen_decode import lane_attention
 from kvcompress.measure import roofline
@@ -166,7 +166,7 @@ class Kernels:
 
     def _mass(self, shape: Shape) -> Job:
         """Triton: the sums alone, beside the forward whose log-sum-exp they need. CPU: output and sums in one pass."""
-        n, features = shape.tokens, Features(shape.dim**-0.5)
+        n, features = shape.tokens, AttentionParams(shape.dim**-0.5)
         q, k, v = self._qkv(shape, n)
         at = torch.arange(n, dtype=torch.int32, device=self.device)[None]
         triton = triton_mass.usable(q, features)
@@ -210,7 +210,7 @@ class Kernels:
     def _decode(self, shape: Shape) -> Job:
         """Ragged lanes: heads hold from half to one and a half of `tokens`, as much as the peer's in all."""
         q, _, _, peer = self._single(shape)
-        segments, features = shape.batch * shape.kv, Features(shape.dim**-0.5)
+        segments, features = shape.batch * shape.kv, AttentionParams(shape.dim**-0.5)
         spread = torch.linspace(0.5, 1.5, segments) if segments > 1 else torch.ones(1)
         counts = (spread * shape.tokens).long().clamp(min=1).view(shape.batch, shape.kv)
         total = int(counts.sum())
@@ -237,13 +237,15 @@ class Kernels:
         from kvcompress.methods.kivi import KIVICodec
 
         q, k, v, peer = self._single(shape)
-        unit = Unit(KIVICodec(bits=self.bits, group=min(self.group, shape.dim), residual=128), k.clone(), v.clone())
+        unit = GroupSegment(
+            KIVICodec(bits=self.bits, group=min(self.group, shape.dim), residual=128), k.clone(), v.clone()
+        )
         unit.flush()
-        features = Features(shape.dim**-0.5)
+        features = AttentionParams(shape.dim**-0.5)
 
         def run() -> Tensor:
             if triton_decode.usable(q):
-                return triton_groups.decode(q, unit, features)
+                return triton_groups.decode(q, unit.packed(), features)
             return piecewise_attention(q, unit.pieces("keys"), unit.pieces("values"), features)[0]
 
         def reference() -> Tensor:
@@ -260,7 +262,7 @@ class Kernels:
         counts = torch.full((shape.batch, shape.kv), shape.tokens)
         at = torch.arange(shape.tokens, dtype=torch.int32, device=self.device).repeat(shape.batch * shape.kv)
         packed = {"keys": k.flatten(0, 2), "values": v.flatten(0, 2), "positions": at}
-        store, features = PagedStore(packed, counts, packed["keys"], PAGE, True, ()), Features(shape.dim**-0.5)
+        store, features = PagedStore(packed, counts, packed["keys"], PAGE, True, ()), AttentionParams(shape.dim**-0.5)
         order = torch.rand(shape.batch, shape.kv, store.most, device=self.device).argsort(-1)
         chosen = order[..., : max(1, int(SHARE * store.most))]
         asked = torch.full((1, 1), shape.tokens, dtype=torch.int32, device=self.device)
@@ -269,7 +271,7 @@ class Kernels:
 
         def run() -> Tensor:
             if triton_pages.usable(q, PAGE):
-                return triton_pages.decode(q, store, chosen, asked, features)
+                return triton_pages.decode(q, *store.block_table(), chosen, asked, features)
             keys, values = (store.read(name, chosen).view(*slots.shape, -1) for name in ("keys", "values"))
             return sdpa_block(q, keys, values, allowed, features.scaling)
 

@@ -1,4 +1,4 @@
-"""What this machine's links do: copies between host and device, and file reads past the page cache, at many granules.
+"""Link benchmark: copies between host and device, and file reads past the page cache, at many granules.
 
 Each way is fitted as `seconds = a · copies + bytes / b`; the file replaces data-sheet numbers (`--links FILE` of
 `python -m kvcompress.measure.offload_cost_model`). Without a GPU, copies within memory and the disk are measured.

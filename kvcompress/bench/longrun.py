@@ -1,4 +1,4 @@
-"""What a cache holds along a long generation, and whether a decode step stays as fast as it was.
+"""Long generation: bytes held along it, and whether a decode step stays as fast.
 
 Tokens are seeded random ids: neither bytes nor time depend on what they say, and every method is fed the same.
 """

@@ -1,4 +1,4 @@
-"""What the hook layer costs: the same work with and without it, interleaved in one process.
+"""Overhead of the hook layer: the same work with and without it, interleaved in one process.
 
 The baseline is plain transformers: its own attention, a `DynamicCache`, no session. Prompts are seeded random token
 ids (time does not depend on what they say). Decoding continues copies of one prefilled cache per side, made outside

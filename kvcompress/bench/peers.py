@@ -1,4 +1,4 @@
-"""Other programs that compress caches, each beside the plain transformers of its own environment, on the same prompts.
+"""Peer benchmark: other programs that compress caches, each beside plain transformers of its own environment.
 
 Three kinds: our methods, transformers' own QuantizedCache, and kvpress in another environment that a worker process
 runs (scripts/kvpress_worker.py). A peer's ratio is to plain transformers in the same process, so that releases of
@@ -60,7 +60,7 @@ def methods_of(text: str) -> dict[str, Method]:
     Raises:
         ValueError: an unknown method or setting, no budget, or nothing.
     """
-    from kvcompress.sweep.config import method_classes
+    from kvcompress.sweep.components import method_classes
 
     known, found = method_classes(), dict[str, Method]()
     for item in filter(None, text.split(",")):

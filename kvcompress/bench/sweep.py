@@ -1,4 +1,4 @@
-"""What sharing saves: the same cells one by one, with shared prefills, and decoded together, in one process."""
+"""Sweep benchmark: the same cells one by one, with shared prefills, and decoded together, in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.console import Console
 
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.sweep.config import composing
-from kvcompress.sweep.run import Options, Runner
+from kvcompress.sweep.launcher.options import Options
+from kvcompress.sweep.launcher.scheduler import Scheduler
 
 METHODS = ("snapkv", "pyramidkv", "adakv", "knorm", "cake:decode=false", "random")
 BUDGETS = (0.5, 0.25, 0.1, 0.05)
@@ -82,22 +83,22 @@ class SweepBench:
         Raises:
             ValueError: a cell failed.
         """
-        runner = Runner(self.console)
+        scheduler = Scheduler(self.console)
         cells = [(method, budget) for method in self.methods for budget in self.budgets]
         with without_peaks():
             # the model is loaded, and everything has run once
-            self._sweep(runner, "warm", [("full", 1.0), *cells[:: len(self.budgets)]], Options(), length=600, new=2)
-            full = self._sweep(runner, "full", [("full", 1.0)], Options())
+            self._sweep(scheduler, "warm", [("full", 1.0), *cells[:: len(self.budgets)]], Options(), length=600, new=2)
+            full = self._sweep(scheduler, "full", [("full", 1.0)], Options())
             first = None
             for mode in modes:
-                took = self._sweep(runner, mode, cells, MODES[mode])
+                took = self._sweep(scheduler, mode, cells, MODES[mode])
                 first = took if first is None else first
                 ratios = [took[i] / base[i] for base in (first, full) for i in (0, 1)]
                 yield Total(mode, len(cells), self.samples, *took, *ratios)
 
     def _sweep(
         self,
-        runner: Runner,
+        scheduler: Scheduler,
         name: str,
         cells: Sequence[tuple[str, float | int]],
         options: Options,
@@ -107,7 +108,7 @@ class SweepBench:
         """Seconds by the clock and of processor time."""
         configs = list(self._configs(name.replace(" ", "-"), cells, length or self.length, new or self.new))
         start, start_cpu = time.perf_counter(), time.process_time()
-        outcomes = runner.sweep(configs, options)
+        outcomes = scheduler.sweep(configs, options)
         took = time.perf_counter() - start, time.process_time() - start_cpu
         bad = [f"{outcome.method} {outcome.budget}: {outcome.note}" for outcome in outcomes if outcome.status != "ok"]
         if bad:

@@ -1,13 +1,14 @@
-"""A cache whose every slot knows which token it holds.
+"""CompressedCache: the layers of one sequence batch, each slot of which knows the token it holds.
 
-Logical length L is what the model has seen, physical length P what is held. Masks, rotation, reports and tests derive
-from positions: int, the token's index among the real tokens of its row, -1 where a slot is empty or padding.
+Logical length L counts the columns the model has seen, physical length P the slots held. Masks, rotation, reports and
+tests derive from positions: int, the token's index among the real tokens of its row, -1 where a slot is empty or padding.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,50 +17,35 @@ from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer, row_index
 from kvcompress.cache.layouts import PagedStore
 from kvcompress.cache.nbytes import KINDS, layer_bytes, storage_bytes
-from kvcompress.method.codec import Codec
-from kvcompress.models.compat import Cache, Rotation
+from kvcompress.cache.sequence import CacheSpec, SequenceState
+from kvcompress.models.compat import Cache
 
 Tensor = torch.Tensor
 
 
 class CompressedCache(Cache):
-    """The layers of one sequence batch, and what they share: real tokens per row, caps, codec, rotation.
+    """Layers of one sequence batch, their common settings (`spec`) and the state of the rows (`sequence`).
 
     Made by a session; `fork()` gives an independent copy.
     """
 
-    def __init__(self, layers: Iterable[Any], codec: Codec, limited: bool, rotations: list[Rotation] | None = None):
+    def __init__(
+        self,
+        spec: CacheSpec,
+        make_layers: Callable[[CompressedCache], Iterable[Any]],
+        sequence: SequenceState | None = None,
+    ):
         """Args:
-        layers: built by `compat.new_layers`; may be filled in later.
-        codec: in what form keys and values are held.
-        limited: tokens will be evicted, so a prompt's buffers get no headroom.
-        rotations: per layer, given if positions are compact.
+        spec: settings, shared with forks.
+        make_layers: builds the layers of this cache.
+        sequence: state of the rows; by default nothing seen yet.
         """
-        super().__init__(layers=list(layers))
-        self.codec = codec
-        self.limited = limited
-        self.rotations = rotations
-        self.latents = False  # what a layer is given are MLA latents and the rotated key beside them
-        self.turns: list[Rotation] | None = None  # per layer, given if the codec turns keys back
-        self.shift: Tensor | None = (
-            None  # [B] how far the position ids lie ahead of `positions`, where `turns` are given
-        )
-        self.forward: Forward | None = None
-        self.real: Tensor | None = None  # [B] real tokens seen
-        self.prompted: Tensor | None = None  # [B] real tokens when the last prompt ended
-        self.cap: Tensor | None = None  # [B] tokens kept per head, None without limit
-        self.closed: Tensor | None = None  # bool [B] on the CPU: rows that decode without compression from here on
-        self.columns: Tensor | None = None  # bool [B, L] on the CPU, None while no column was padding
-        self.clamped = False
-        self.broken = False  # a forward failed half-way
-        self.logits: Tensor | None = None  # [B, V] of the last position, where a session ran the last forward
-        self.pending: Tensor | None = None  # [B, 1] picked by generate(), not fed yet
-        self.moments: list[dict[str, Any]] = []
-        self.kept_max = 0
-        self.reuse: dict[str, Any] | None = None  # what a prefill that reuses chunks did, as in the session's report
-        self.by_row: dict[str, Tensor] = {}  # of a batch: `clamped` bool [B], `kept_max` [B]
-        self.owner: Any = None
-        self.model: Any = None  # weak reference to the model that fills it
+        self.spec = spec
+        self._sequence = SequenceState() if sequence is None else sequence
+        self._forward: Forward | None = None
+        self._broken = False
+        super().__init__(layers=[])
+        self.layers[:] = make_layers(self)
 
     def __repr__(self) -> str:
         if self.real is None or not self.full_layers:
@@ -72,8 +58,45 @@ class CompressedCache(Cache):
     def full_layers(self) -> list[CompressedLayer]:
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and not layer.temporary]
 
-    def rotation(self, layer: int) -> Rotation | None:
-        return None if self.rotations is None else self.rotations[layer]
+    @property
+    def sequence(self) -> SequenceState:
+        """State of the rows."""
+        return self._sequence
+
+    @property
+    def forward(self) -> Forward | None:
+        """The forward that runs now."""
+        return self._forward
+
+    @property
+    def broken(self) -> bool:
+        """True if a forward failed half-way, so that layers may hold different tokens."""
+        return self._broken
+
+    @property
+    def real(self) -> Tensor | None:
+        """Real tokens seen by each row, LongTensor `[B]` on the CPU."""
+        return self._sequence.real
+
+    @property
+    def cap(self) -> Tensor | None:
+        """Tokens each row may keep per head, LongTensor `[B]` on the CPU; None without limit."""
+        return self._sequence.cap
+
+    @property
+    def columns(self) -> Tensor | None:
+        """Columns that hold a real token, bool `[B, L]` on the CPU; None while no column was padding."""
+        return self._sequence.columns
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Logits `[B, V]` of each row's last token, where a session ran the last forward."""
+        return self._sequence.logits
+
+    @property
+    def pending(self) -> Tensor | None:
+        """Tokens `[B, 1]` that generate() picked and no forward has seen."""
+        return self._sequence.pending
 
     def leader(self, layer: int, size: int) -> Tensor | None:
         """Positions held by the first of `layer`'s group of `size` full-attention layers, None if it is the first."""
@@ -135,26 +158,58 @@ class CompressedCache(Cache):
             elif layer.store is not None:
                 for name, value in layer_bytes(layer, self.real).items():
                     total[name] += value
+        fed = (self._sequence.fed, self._sequence.passed)
+        total["scores"] += sum(storage_bytes(tensor) for tensor in fed if tensor is not None)
         total["valid"] = sum(total[kind] for kind in ("keys_values", "positions", "summaries", "tables"))
         total["headroom"] = total["allocated"] - total["valid"]
         return total
 
     def fork(self) -> CompressedCache:
         """An independent deep copy: tensors, positions and method state."""
-        twin = CompressedCache([], self.codec, self.limited, self.rotations)
-        twin.layers = [
-            layer.fork(twin) if isinstance(layer, CompressedLayer) else _fork_plain(layer) for layer in self.layers
-        ]
-        twin.real, twin.cap, twin.prompted = _clone(self.real), _clone(self.cap), _clone(self.prompted)
-        twin.columns, twin.clamped, twin.owner = _clone(self.columns), self.clamped, self.owner
-        twin.closed, twin.by_row = _clone(self.closed), {name: value.clone() for name, value in self.by_row.items()}
-        twin.moments, twin.kept_max = [dict(m) for m in self.moments], self.kept_max
-        twin.logits, twin.pending, twin.broken = _clone(self.logits), _clone(self.pending), self.broken
-        twin.model, twin.reuse = self.model, copy.copy(self.reuse)
-        twin.latents, twin.turns, twin.shift = self.latents, self.turns, _clone(self.shift)
+        twin = CompressedCache(self.spec, self._forked, self._sequence.map(torch.clone))
+        twin._broken = self._broken
         return twin
 
     snapshot = fork
+
+    def _forked(self, twin: CompressedCache) -> list[Any]:
+        return [layer.fork(twin) if isinstance(layer, CompressedLayer) else _fork_plain(layer) for layer in self.layers]
+
+    # ------------------------------------------------------------------ the course of a sequence
+
+    def _update(self, **changes: Any) -> None:
+        self._sequence = replace(self._sequence, **changes)
+
+    def begin(self, forward: Forward | None) -> None:
+        """A forward starts: the cache is broken until it ends, since an interrupt runs no hook."""
+        self._forward, self._broken = forward, True
+
+    def end(self, complete: bool = True) -> None:
+        """The forward has ended."""
+        self._forward, self._broken = None, not complete
+
+    def restore(self, sequence: SequenceState) -> None:
+        """Back to an earlier state of the rows: a refused forward leaves no trace."""
+        self._sequence = sequence
+
+    def advance(self, real: Tensor | None, added: Tensor) -> None:
+        """Count new columns: `real` bool `[B, n]` on the CPU (None if all are real tokens), `added [B]` of each row."""
+        before, old, columns = self.real, self.columns, None
+        if real is not None or old is not None:
+            length = int(added.max()) if real is None else real.shape[1]
+            seen = torch.ones(len(added), self.get_seq_length(), dtype=torch.bool) if old is None else old
+            new = torch.ones(len(added), length, dtype=torch.bool) if real is None else real
+            columns = torch.cat([seen, new], dim=1)
+        self._update(real=added if before is None else before + added, columns=columns)
+
+    def begin_prompt(self, cap: Tensor | None) -> None:
+        """The columns counted last end a prompt, after which rows keep `cap [B]` tokens per head."""
+        self._update(prompted=self.real, cap=cap, closed=None)
+
+    def close_rows(self, rows: Tensor) -> None:
+        """Rows, bool `[B]`, that decode without compression until the next prompt."""
+        closed = self._sequence.closed
+        self._update(closed=rows if closed is None else closed | rows)
 
     def note_shift(self, forward: Forward) -> None:
         """Remember how a row's position ids lie to its `positions`: a codec that turns keys back counts on it.
@@ -167,45 +222,80 @@ class CompressedCache(Cache):
         ahead, padding = rotated.cpu() - positions, positions < 0
         least = ahead.masked_fill(padding, torch.iinfo(ahead.dtype).max).amin(1)
         most = ahead.masked_fill(padding, torch.iinfo(ahead.dtype).min).amax(1)
-        batch = len(forward.added)
-        known = least.expand(batch) if self.shift is None else self.shift
+        batch, before = len(forward.added), self._sequence.shift
+        known = least.expand(batch) if before is None else before
         given = ~padding.all(1).expand(batch)
         if bool((given & ((least != most) | (least != known))).any()):
             raise ValueError(
                 "position_ids that jump within a row do not go with a codec that turns keys back before it stores them: "
                 "leave position_ids out, or take codec=plain"
             )
-        self.shift = torch.where(given, known, 0 if self.shift is None else self.shift)
+        self._update(shift=torch.where(given, known, 0 if before is None else before))
+
+    def note_fed(self, ids: Tensor, passed: Tensor) -> None:
+        """Remember ids `[B, L]` fed so far (-1 at padding), and how many tokens `[B, 1]` had their auxiliary forwards."""
+        self._update(fed=ids, passed=passed)
+
+    def keep_logits(self, logits: Tensor | None, pending: Tensor | None = None) -> None:
+        """Logits `[B, V]` after each row's last token, and what was picked from them but not fed, `[B, 1]`."""
+        self._update(logits=logits, pending=pending)
+
+    def keep_pending(self, pending: Tensor | None) -> None:
+        """Tokens `[B, 1]` that were picked and not fed; None to go on with others."""
+        self._update(pending=pending)
+
+    def note_reuse(self, report: dict[str, Any]) -> None:
+        """What a prefill that reuses chunks did, as in the session's report."""
+        self._update(reuse=report)
+
+    def note_moment(self, phase: str) -> None:
+        """Remember what is held when a forward has ended: the most tokens of a head, and bytes where it was no step."""
+        if not self.full_layers:
+            return
+        self.note_kept()
+        if phase == "decode":
+            return
+        nbytes = self.nbytes()
+        moment = {
+            "moment": phase,
+            "seen": self.get_seq_length(),
+            "tokens_held": float(self.kept_tokens().double().mean()),
+            "bytes_valid": nbytes["valid"],
+            "bytes_allocated": nbytes["allocated"],
+        }
+        self._update(moments=(*self._sequence.moments, moment))
 
     def note_clamped(self, rows: Tensor) -> None:
         """Remember that budgets were too small for what is protected in some rows, bool `[B]` on the CPU."""
-        self.clamped |= bool(rows.any())
+        before = self._sequence
+        changes: dict[str, Any] = {"clamped": before.clamped | bool(rows.any())}
         if len(rows) > 1:
-            self.by_row["clamped"] = self.by_row["clamped"] | rows if "clamped" in self.by_row else rows
+            changes["clamped_rows"] = rows if before.clamped_rows is None else before.clamped_rows | rows
+        self._update(**changes)
 
     def note_kept(self) -> None:
         """Remember how many tokens a head holds at most."""
-        self.kept_max = max(self.kept_max, max(int(layer.counts.max()) for layer in self.full_layers))
-        if self.real is not None and len(self.real) > 1:
-            rows = torch.stack([layer.counts.amax(1) for layer in self.full_layers]).amax(0)
-            self.by_row["kept_max"] = torch.maximum(self.by_row.get("kept_max", rows), rows)
+        before, layers = self._sequence, self.full_layers
+        changes: dict[str, Any] = {"kept_max": max(before.kept_max, max(int(layer.counts.max()) for layer in layers))}
+        if before.real is not None and len(before.real) > 1:
+            rows = torch.stack([layer.counts.amax(1) for layer in layers]).amax(0)
+            changes["kept_rows"] = rows if before.kept_rows is None else torch.maximum(before.kept_rows, rows)
+        self._update(**changes)
+
+    # ------------------------------------------------------------------ rows
 
     def row(self, number: int) -> CompressedCache:
         """A copy of one row of a batch, without its padding: what it would hold alone. To look at, not to go on with."""
-        one = torch.tensor([number])
-        twin = CompressedCache([], self.codec, self.limited, self.rotations)
         assert self.real is not None
-        twin.real, real = self.real[one], int(self.real[number])
-        twin.latents, twin.turns = self.latents, self.turns
-        twin.shift = None if self.shift is None else self.shift[one]
-        twin.layers = [
-            layer.alone(twin, number, real) if isinstance(layer, CompressedLayer) else _one_row(layer, number, real)
-            for layer in self.layers
-        ]
-        twin.reuse = copy.copy(self.reuse)
-        twin.clamped = bool(self.by_row["clamped"][number]) if "clamped" in self.by_row else self.clamped
-        twin.kept_max = int(self.by_row["kept_max"][number]) if "kept_max" in self.by_row else self.kept_max
-        return twin
+        real = int(self.real[number])
+
+        def alone(twin: CompressedCache) -> list[Any]:
+            return [
+                x.select_row(twin, number, real) if isinstance(x, CompressedLayer) else _one_row(x, number, real)
+                for x in self.layers
+            ]
+
+        return CompressedCache(self.spec, alone, self._sequence.alone(number))
 
     def fork_other(self, layer: int) -> Any:
         """A copy of a layer of transformers' own class.
@@ -224,16 +314,10 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self.real = self.cap = self.prompted = self.columns = self.closed = self.shift = None
-        self.clamped, self.moments, self.kept_max, self.by_row = False, [], 0, {}
-        self.logits = self.pending = self.reuse = None
+        self._sequence, self._broken = SequenceState(), False
 
     def _rows(self, index: Tensor) -> None:
-        index = index.cpu()
-        for name in ("real", "cap", "prompted", "columns", "closed", "shift", "logits", "pending"):
-            value = getattr(self, name)
-            setattr(self, name, None if value is None else value.index_select(0, index.to(value.device)))
-        self.by_row = {name: value.index_select(0, index) for name, value in self.by_row.items()}
+        self._sequence = self._sequence.select(index)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
@@ -247,10 +331,6 @@ class CompressedCache(Cache):
         super().batch_repeat_interleave(repeats)
         if self.real is not None:
             self._rows(torch.arange(len(self.real)).repeat_interleave(repeats))
-
-
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
 
 
 def _one_row(layer: Any, number: int, real: int) -> Any:

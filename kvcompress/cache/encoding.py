@@ -1,229 +1,215 @@
-"""What one layer of a compressed cache holds, and in what form: as the model made it, or in the codec's."""
+"""LayerEncoding: the form in which one layer holds keys and values, and how attention reads them from it."""
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
 
 from kvcompress.cache.forward import Forward
-from kvcompress.cache.layouts import Blocks, DenseStore, PagedStore, RaggedStore, Store
+from kvcompress.cache.layouts import DenseStore, PagedStore, QuantizedGroups, RaggedStore, Store
+from kvcompress.cache.sequence import CacheContext
 from kvcompress.method.codec import Codec, GroupedCodec, Plain, Slots
 from kvcompress.method.view import State
-from kvcompress.models.compat import CacheLayerMixin, Rotation
+from kvcompress.models.compat import Rotation
 
 Tensor = torch.Tensor
 
 BESIDE = ("positions", "mass", "score", "passes")  # channels that are not the codec's
 
 
-class Holder(Protocol):
-    """What a layer asks of the cache it belongs to."""
+class LayerEncoding:
+    """Keys and values of a layer as the model made them or, once encoded, in the codec's form.
 
-    codec: Codec
-    limited: bool
-    rotations: list[Rotation] | None
-    forward: Forward | None
-    real: Tensor | None
-    owner: Any
-    turns: list[Rotation] | None
-    latents: bool
-    shift: Tensor | None
-    prompted: Tensor | None
+    Stores are arguments: the layer owns its store, the encoding says what its channels mean.
 
-    def rotation(self, layer: int) -> Rotation | None: ...
+    Attributes:
+        is_encoded: what is held is in the codec's form.
+        groups: keys and values of a grouped codec, in the slots of the store.
+        state: tensors of the codec beside its codes, dim 0 the row.
+        dtype: of the model's keys and values.
+    """
 
-    def leader(self, layer: int, size: int) -> Tensor | None: ...
-
-
-class HeldLayer(CacheLayerMixin):
-    """The store of one full-attention layer, read through the codec."""
-
-    device: torch.device
-
-    def __init__(self, cache: Holder, index: int):
-        super().__init__()
-        self.cache = weakref.ref(cache)
-        self.index = index
-        self.store: Store | PagedStore | None = None  # in pages between prompts only, where a reader asks for it
-        self.seen = 0
-        self.dtype = torch.float32
+    def __init__(self, context: Callable[[], CacheContext], index: int):
+        self._context, self.index = context, index
+        self.is_encoded = False
+        self.groups: QuantizedGroups | None = None
         self.state: State = {}
-        self.sealed = False  # what is held is in the codec's form
-        self.blocks: Blocks | None = None  # keys and values of a grouped codec, in the slots of `store`
-        self.codec_state: State = {}  # beside the codes, dim 0 the row
-        self.target: Tensor | None = None  # [B, H_kv] slots a decode schedule keeps, set when a prompt ends
-        self.steady: Any = None  # `steady.Steady`, while decode drops one token per head and step
-        self.shown: Tensor | None = None  # scores as the allocator sees them, while a prompt runs
-        self.stat: Any = None  # what the allocator remembers of this layer while a prompt runs
-        self.evicted = 0
-        self.traffic: State = {}  # what readers of pages read and moved, `[B]` each
-        self.step = torch.zeros(1, dtype=torch.long)  # [B] of a reader of pages: steps since the last longer forward
-        self.group = 1  # query heads per KV head
-        self._borrowed: DenseStore | None = None  # another cache's slots, until own()
-        self.windows: dict[int, Any] = {}  # attention of these windows, for all that borrow this prompt; None: not yet
-        self.queries: Tensor | None = None  # [B, H, n, D] of this forward, while it is looked at
-        self.fresh: tuple[Tensor, Tensor] | None = None  # keys and values of this forward, until its attention is done
-
-    # ------------------------------------------------------------------ what is held
+        self.dtype = torch.float32
 
     @property
-    def length(self) -> int:
-        """Slots held per head, empty ones included (the longest head's for a ragged layout)."""
-        return 0 if self.store is None else self.store.length
+    def codec(self) -> Codec:
+        return self._context().spec.codec
 
     @property
-    def counts(self) -> Tensor:
-        """Non-empty slots, LongTensor `[B, H_kv]` on the CPU."""
-        if self.store is None:
-            return torch.zeros(0, 0, dtype=torch.long)
-        return self.store.counts
-
-    def held(self) -> Store:
-        if self.store is None:
-            raise ValueError(f"layer {self.index} holds nothing yet")
-        return self.store  # type: ignore[return-value]  # a prompt, which may change what is held, never meets pages
-
-    def positions(self) -> Tensor:
-        """Int32 `[B, H_kv or 1, P]`: the token in each slot, -1 where empty; strictly increasing otherwise."""
-        return self.held().get("positions")
-
-    def keys_values(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H_kv, P, D]` as attention sees them: decoded, rotated; garbage in empty slots."""
-        if self.fresh is not None:
-            return self.fresh
-        cache, store = self.holder(), self.held()
-        if self.blocks is not None:
-            return self.blocks.keys_values(store.get("positions"))
-        channels = {name: store.get(name) for name in self.coded()}
-        if self.sealed:
-            return self.attended(*cache.codec.decode(channels, self.slots()))
-        keys, values = self.attended(channels["keys"], channels["values"])
-        rotation = cache.rotation(self.index)
-        return (keys if rotation is None else rotation.rotate(keys, self.ranks())), values
-
-    def attended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as attention uses them, from what the model gave: of latents `[..., d_c]` and rotated keys
-        `[..., d_r]` (MLA), both of them and the latents."""
-        return (torch.cat([keys, values], dim=-1), keys) if self.holder().latents else (keys, values)
+    def compact_rope(self) -> Rotation | None:
+        """The layer's rotation where positions are compact: keys are held before it."""
+        rope = self._context().spec.compact_rope
+        return None if rope is None else rope[self.index]
 
     @property
-    def absorbed(self) -> bool:
+    def codec_rope(self) -> Rotation | None:
+        """The layer's rotation where the codec or reader turns keys back."""
+        rope = self._context().spec.codec_rope
+        return None if rope is None else rope[self.index]
+
+    @property
+    def absorbs_projection(self) -> bool:
         """True if all queries are multiplied with what the codec holds, in its own terms."""
-        return self.sealed and self.holder().codec.absorbed
+        return self.is_encoded and self.codec.absorbed
 
-    def ranks(self) -> Tensor:
-        """Index of each held token among those held, `[B, H_kv or 1, P]`: its position when positions are compact."""
-        return ((self.positions() >= 0).cumsum(-1) - 1).clamp(min=0)
+    @property
+    def is_plain(self) -> bool:
+        """True if channels hold keys and values as attention takes them, so that a kernel can read them in place."""
+        spec = self._context().spec
+        return not self.is_encoded and self.groups is None and not spec.latents and spec.compact_rope is None
 
-    def coded(self) -> list[str]:
-        """Names of the channels that hold keys and values."""
-        return [name for name in self.held().channels if name not in BESIDE]
+    @property
+    def readable_in_place(self) -> bool:
+        """True if single queries may read channels where they lie, in a ragged layout."""
+        return self._context().spec.compact_rope is None and (self.codec.in_lanes or not self.is_encoded)
 
-    # ------------------------------------------------------------------ the codec
+    # ------------------------------------------------------------------ what codecs are told
 
-    def seal(self) -> None:
-        """Hold what is kept in the codec's form from here on; nothing to do for a plain codec.
-
-        Called when a forward's attention and selection are done. Once it is sealed a layer encodes new tokens as they
-        come, and only a grouped codec has some to encode here.
-        """
-        codec = self.holder().codec
-        if isinstance(codec, Plain) or self.store is None:
-            return
-        if self.blocks is not None:
-            self.blocks.flush()
-        if self.sealed:
-            return
-        self.fresh, store = None, self.held()
-        if isinstance(codec, GroupedCodec):
-            keys, values, positions = (store.get(name) for name in ("keys", "values", "positions"))
-            self.blocks = Blocks.of(codec, keys, values, positions, store.counts)
-            self.blocks.flush()
-            self._exchange(store, {})
-            return
-        window, shown = codec.needs.window, None
-        if window and "queries" in self.state:
-            shown = self.state["queries"][:, :, -window:], self.state["query_positions"][:, -window:]
-        self._exchange(store, codec.encode(store.get("keys"), store.get("values"), self.slots(queries=shown)))
-
-    def _exchange(self, store: Store, channels: dict[str, Tensor]) -> None:
-        """Hold these channels instead of keys and values."""
-        if isinstance(store, DenseStore):
-            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
-            self.store = DenseStore.of(others | channels, store.counts, grow=not self.holder().limited)
-        else:
-            for name in ("keys", "values"):
-                store.drop_channel(name)
-            for name, value in channels.items():
-                store.put(name, value)
-        self._borrowed, self.sealed = None, True
-
-    def slots(self, queries: tuple[Tensor, Tensor] | None = None) -> Slots:
-        """What a codec is told of all that is held."""
-        return self.told(self.positions(), queries=queries)
-
-    def _new_slots(self, heads: int) -> Slots:
-        """The same of this forward's new tokens."""
-        cache = self.holder()
-        assert cache.forward is not None
-        return self.told(cache.forward.on("positions", self.device)[:, None], heads=heads)
-
-    def told(
+    def slot_info(
         self,
         positions: Tensor,
+        heads: int,
         queries: tuple[Tensor, Tensor] | None = None,
         owners: Tensor | None = None,
-        heads: int | None = None,
     ) -> Slots:
-        cache, rotated = self.holder(), positions.clamp(min=0).long()
-        if cache.shift is not None and bool(cache.shift.any()):
-            shift = cache.shift.to(rotated.device)
-            if owners is None:
-                rotated = rotated + shift[:, None, None]
-            else:
-                rotated = rotated + shift[owners // self.held().heads][None, :, None]
-        rotation = None if cache.turns is None else cache.turns[self.index]
-        heads = self.held().heads if heads is None else heads
-        taken = positions >= 0
-        return Slots(self.index, rotated, self.codec_state, heads, self.dtype, queries, owners, rotation, taken)
+        """Position ids, heads and rotation of slots at `positions [B, H_kv or 1, n]` (-1 = empty), for the codec.
 
-    def read(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A single query `[B, H, 1, D]`, and the keys and values that it attends to, in the codec's own terms."""
-        if not self.sealed:
-            return q, *self.keys_values()
-        store, codec = self.held(), self.holder().codec
-        keys, values = codec.read({name: store.get(name) for name in self.coded()}, self.slots())
-        return self.asked(q), *self.attended(keys, values)
+        Args:
+            queries: the prompt's last queries, where the codec asks for them.
+            owners: LongTensor `[lanes]`, `row * heads + head` of each, where positions are `[1, lanes, slots]`.
+        """
+        rotated, shift = positions.clamp(min=0).long(), self._context().sequence.shift
+        if shift is not None and bool(shift.any()):
+            shift = shift.to(rotated.device)
+            rotated = rotated + (shift[:, None, None] if owners is None else shift[owners // heads][None, :, None])
+        rope = self.codec_rope
+        return Slots(self.index, rotated, self.state, heads, self.dtype, queries, owners, rope, positions >= 0)
 
-    def asked(self, q: Tensor) -> Tensor:
-        """A single query in the codec's own terms."""
-        return self.holder().codec.query(q, self._query_slots()) if self.sealed else q
+    def _new_slots(self, forward: Forward, heads: int, device: torch.device) -> Slots:
+        return self.slot_info(forward.on("positions", device)[:, None], heads)
 
-    def read_lanes(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for what lies in lanes: keys and values `[lanes, slots, ...]`."""
-        store, codec = self.held(), self.holder().codec
-        assert isinstance(store, RaggedStore)
-        channels = {name: store.in_lanes(name) for name in self.coded()}
-        if not self.sealed:
-            return q, *self.attended(channels["keys"], channels["values"])
-        slots = self.told(store.in_lanes("positions")[None], owners=store.owners())
-        keys, values = codec.read({name: value[None] for name, value in channels.items()}, slots)
-        return codec.query(q, self._query_slots()), *self.attended(keys[0], values[0])
+    @staticmethod
+    def channels(store: Store | PagedStore) -> list[str]:
+        """Names of a store's channels that hold keys and values."""
+        return [name for name in store.channels if name not in BESIDE]
 
-    def expand(self, output: Tensor) -> Tensor:
-        """What a single query's weighted sum of the values of `read` stands for, `[B, H, 1, D_v]`."""
-        return self.holder().codec.expand(output, self._query_slots()) if self.sealed else output
+    # ------------------------------------------------------------------ writing
 
-    def _query_slots(self) -> Slots:
-        cache = self.holder()
-        assert cache.forward is not None
-        return self.told(cache.forward.on("positions", self.device)[:, None])
+    def encode_new(self, keys: Tensor, values: Tensor, forward: Forward) -> dict[str, Tensor]:
+        """Channels of new tokens `[B, H_kv, n, D]`; none where a grouped codec takes them into its groups."""
+        if self.groups is not None:
+            self.groups.append(keys, values, forward.real)
+            return {}
+        if self.is_encoded:
+            return self.codec.encode(keys, values, self._new_slots(forward, keys.shape[1], keys.device))
+        return {"keys": keys, "values": values}
 
-    def holder(self) -> Holder:
-        """The cache this layer belongs to."""
-        cache = self.cache()
-        if cache is None:
-            raise RuntimeError("the cache of this layer is gone")
-        return cache
+    def shown_keys(self, new: dict[str, Tensor], keys: Tensor, values: Tensor, forward: Forward) -> Tensor:
+        """Keys of new tokens as attention will see them, from the channels that `encode_new` made of them."""
+        if self.is_encoded:
+            keys, values = self.codec.decode(new, self._new_slots(forward, keys.shape[1], keys.device))
+        return self.attention_kv(keys, values)[0]
+
+    def encode(self, store: Store, queries: tuple[Tensor, Tensor] | None) -> Store:
+        """Take what a store holds into the codec's form → the store that holds it then.
+
+        Called when a forward's attention and selection are done. Once encoded, new tokens are encoded as they come,
+        and only a grouped codec has some to encode here.
+
+        Args:
+            queries: last queries of the prompt `[B, H, w, D]` and their positions, where the codec's `needs` ask for some.
+        """
+        codec = self.codec
+        if isinstance(codec, Plain):
+            return store
+        if self.groups is not None:
+            self.groups.flush()
+        if self.is_encoded:
+            return store
+        keys, values = store.get("keys"), store.get("values")
+        if isinstance(codec, GroupedCodec):
+            self.groups = QuantizedGroups.of(codec, keys, values, store.get("positions"), store.counts)
+            self.groups.flush()
+            new = {}
+        else:
+            new = codec.encode(keys, values, self.slot_info(store.get("positions"), store.heads, queries))
+        self.is_encoded = True
+        if isinstance(store, DenseStore):
+            others = {name: store.get(name) for name in store.channels if name not in ("keys", "values")}
+            return DenseStore.of(others | new, store.counts, grow=not self._context().spec.limited)
+        for name in ("keys", "values"):
+            store.drop_channel(name)
+        for name, value in new.items():
+            store.put(name, value)
+        return store
+
+    # ------------------------------------------------------------------ reading
+
+    def keys_values(self, store: Store | PagedStore) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H_kv, P, D]` as attention sees them: decoded, rotated; garbage in empty slots."""
+        positions = store.get("positions")
+        if self.groups is not None:
+            return self.groups.keys_values(positions)
+        held = {name: store.get(name) for name in self.channels(store)}
+        if self.is_encoded:
+            return self.attention_kv(*self.codec.decode(held, self.slot_info(positions, store.heads)))
+        keys, values = self.attention_kv(held["keys"], held["values"])
+        if self.compact_rope is not None:  # a token's position is its rank among those held
+            keys = self.compact_rope.rotate(keys, ((positions >= 0).cumsum(-1) - 1).clamp(min=0))
+        return keys, values
+
+    def attention_kv(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as attention uses them, from what the model gave: of latents `[..., d_c]` and rotated keys
+        `[..., d_r]` (MLA), both of them and the latents."""
+        return (torch.cat([keys, values], dim=-1), keys) if self._context().spec.latents else (keys, values)
+
+    def encode_query(self, q: Tensor, forward: Forward, heads: int) -> Tensor:
+        """A single query `[B, H, 1, D]` in the codec's own terms."""
+        return self.codec.query(q, self._new_slots(forward, heads, q.device)) if self.is_encoded else q
+
+    def decode_operands(self, q: Tensor, store: Store, forward: Forward) -> tuple[Tensor, Tensor, Tensor]:
+        """A query `[B, H, 1, D]`, and the keys and values that it attends to, in the codec's own terms."""
+        if not self.is_encoded:
+            return q, *self.keys_values(store)
+        held = {name: store.get(name) for name in self.channels(store)}
+        keys, values = self.codec.read(held, self.slot_info(store.get("positions"), store.heads))
+        return self.encode_query(q, forward, store.heads), *self.attention_kv(keys, values)
+
+    def lane_operands(self, q: Tensor, store: RaggedStore, forward: Forward) -> tuple[Tensor, Tensor, Tensor]:
+        """`decode_operands` of a ragged layout, keys and values where they lie: `[lanes, slots, ...]`."""
+        held = {name: store.in_lanes(name) for name in self.channels(store)}
+        if not self.is_encoded:
+            return q, *self.attention_kv(held["keys"], held["values"])
+        slots = self.slot_info(store.in_lanes("positions")[None], store.heads, owners=store.owners())
+        keys, values = self.codec.read({name: value[None] for name, value in held.items()}, slots)
+        return self.encode_query(q, forward, store.heads), *self.attention_kv(keys[0], values[0])
+
+    def decode_output(self, output: Tensor, forward: Forward, heads: int) -> Tensor:
+        """A query's output `[B, H, 1, D_v]`, from its weighted sum of the values of `decode_operands`."""
+        return self.codec.expand(output, self._new_slots(forward, heads, output.device)) if self.is_encoded else output
+
+    # ------------------------------------------------------------------ rows and copies
+
+    def select(self, context: Callable[[], CacheContext], index: Tensor) -> LayerEncoding:
+        """Rows `index` (LongTensor), copied, for a layer of the cache that `context` gives."""
+        twin = self._twin(context)
+        twin.groups = None if self.groups is None else self.groups.select_rows(index.cpu())
+        twin.state = {name: value.index_select(0, index.to(value.device)) for name, value in self.state.items()}
+        return twin
+
+    def fork(self, context: Callable[[], CacheContext]) -> LayerEncoding:
+        twin = self._twin(context)
+        twin.groups = None if self.groups is None else self.groups.fork()
+        twin.state = {name: value.clone() for name, value in self.state.items()}
+        return twin
+
+    def _twin(self, context: Callable[[], CacheContext]) -> LayerEncoding:
+        twin = LayerEncoding(context, self.index)
+        twin.is_encoded, twin.dtype = self.is_encoded, self.dtype
+        return twin

@@ -1,15 +1,19 @@
-"""One forward through a model, as the layers of a cache see it."""
+"""One forward through a model, as the layers of a cache and the attention function see it."""
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.method.view import Pass
 
 Tensor = torch.Tensor
+
+KEYWORD = "kv_layer"  # under which a cache layer's call travels in the attention function's keyword arguments
 
 
 class Fusing(Protocol):
@@ -32,9 +36,9 @@ class Fusing(Protocol):
         ...
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Forward:
-    """One forward through the model, as the cache's layers see it.
+    """One forward through the model: its phase, and the rows and positions of its new columns.
 
     Attributes:
         phase: "prompt" (compress when it ends), "append" (attend and store), "decode", or "pass" (observe, not store).
@@ -46,6 +50,7 @@ class Forward:
         passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
         fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
         fusion: what a prefill that reuses chunks puts in place of a layer's new keys and values; None where all is new.
+        observer: told of each layer's attention (`hook.observer.AttentionObserver`); None where nobody attends.
     """
 
     phase: str
@@ -58,7 +63,8 @@ class Forward:
     deferred: dict[int, Any] = field(default_factory=dict)
     fires: Tensor | None = None
     fusion: Fusing | None = None
-    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    observer: Any = None
+    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, init=False)
 
     def on(self, name: str, device: torch.device) -> Tensor:
         """`positions`, `real` or `rotated` on a device, moved once per forward."""
@@ -68,7 +74,7 @@ class Forward:
         return self._moved[key]
 
     def weights(self, decay: float, device: torch.device) -> Tensor | None:
-        """What each new query's attention counts: decay^(real queries of its row after it), 0 for padding.
+        """Weight of each new query's attention: decay^(real queries of its row after it), 0 for padding.
 
         Float32 `[B or 1, n]`, or None where each counts 1.
         """
@@ -80,3 +86,40 @@ class Forward:
             weights = (decay ** age.double()).masked_fill(self.positions < 0, 0.0)
             self._moved[key] = weights.float().to(device)
         return self._moved[key]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One layer's part in one forward, handed from `cache.update` to the attention function.
+
+    Attributes:
+        layer: the cache's layer (`layer.CompressedLayer`).
+        forward: the forward it is part of.
+    """
+
+    layer: Any
+    forward: Forward
+
+
+class AttendingLayer(Protocol):
+    """A cache layer that computes attention itself."""
+
+    def attend(self, q: Tensor, params: AttentionParams) -> Tensor:
+        """Output `[B, H, n, D]` of queries `[B, H, n, D]`."""
+        ...
+
+
+def hand_over(kwargs: MutableMapping[str, Any] | None, call: LayerCall | AttendingLayer) -> None:
+    """Put a layer's call into the keyword arguments that transformers passes on to the attention function.
+
+    Raises:
+        RuntimeError: the model does not hand them to `cache.update`.
+    """
+    if kwargs is None:
+        raise RuntimeError("this model's attention does not hand its keyword arguments to cache.update()")
+    kwargs[KEYWORD] = call
+
+
+def take(kwargs: MutableMapping[str, Any]) -> LayerCall | AttendingLayer | None:
+    """The call that `hand_over` put there; None for a layer of transformers' own."""
+    return kwargs.pop(KEYWORD, None)

@@ -1,4 +1,4 @@
-"""Bytes of one layer by kind, from the storages its tensors live in."""
+"""Bytes that one layer holds, by kind: keys and values, positions, scores, tables, host memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
     store = layer.held()
     counts, heads = store.counts, store.counts.shape[1]
     found = dict.fromkeys(KINDS, 0)
-    if layer.blocks is not None:
-        for _, _, unit in layer.blocks.each():
+    if layer.encoding.groups is not None:
+        for _, _, unit in layer.encoding.groups.each():
             for kind, value, held in unit.tensors():
                 found[kind] += held
                 found["keys_values"] += held
@@ -42,10 +42,12 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
             slots, width = int(counts[:, 0].sum()), value[0, 0, :1].numel()
         held = slots * width * value.element_size()
         found["positions" if name == "positions" else "keys_values"] += held
-        if layer.sealed and name != "positions":
-            found["scales" if name in layer.holder().codec.scales else "codes"] += held
-    found["scores"] += sum(storage_bytes(t) for name, t in layer.state.items() if name != "page_summaries")
-    beside = sum(storage_bytes(t) for t in layer.codec_state.values())
+        if layer.encoding.is_encoded and name != "positions":
+            found["scales" if name in layer.encoding.codec.scales else "codes"] += held
+    beside_scores = [*layer.state.values(), *(() if layer.queries is None else layer.queries.tensors)]
+    beside_scores += [tensor for name, tensor in layer.reader_state.items() if name != "summaries"]
+    found["scores"] += sum(storage_bytes(tensor) for tensor in beside_scores)
+    beside = sum(storage_bytes(tensor) for tensor in layer.encoding.state.values())
     found["keys_values"] += beside
     found["codes"] += beside
     found["allocated"] += beside
@@ -56,15 +58,15 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
         found["tables"] += pages * store.table.element_size()
         found["index"] += index
         found["allocated"] += index
-        own, rebuilt = layer.state.get("page_summaries"), None if store.host is None else store.host.rebuilt
+        own, rebuilt = layer.reader_state.get("summaries"), None if store.host is None else store.host.rebuilt
         if rebuilt is not None and own is not None:
             found["summaries"] += int(rebuilt.full.sum()) * heads * own.shape[-1] * own.element_size()
             found["keys_values"] += rebuilt.nbytes
             found["allocated"] += storage_bytes(own) + rebuilt.allocated
         if store.host is not None:
             found["host"] += sum(storage_bytes(value) for value in store.host.channels.values())
-    if layer.steady is not None:
-        found["index"] += storage_bytes(layer.steady.blocked)
+    if layer.evictor is not None:
+        found["index"] += storage_bytes(layer.evictor.blocked)
     if real is not None:
         found["full"] = int(real.sum()) * layer.full_width
     return found

@@ -1,4 +1,4 @@
-"""What a cache kept, small enough for a record: shares of the prompt's stretches, and tokens per layer and head."""
+"""Retention map: share of each stretch of the prompt that a cache kept, small enough for a record; tokens per layer and head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcompress.cache.cache import CompressedCache
 BINS = 128  # stretches of the prompt, at most one per token
 
 
-def kept(cache: CompressedCache, row: int = 0) -> dict[str, Any]:
+def retention_map(cache: CompressedCache, row: int = 0) -> dict[str, Any]:
     """Where the tokens lie that a row of a cache holds.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Bytes that decode steps read and that tiers moved, from what each layer counted by row."""
+"""Bytes read by decode steps and moved between tiers, summed from the accounts of the layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcompress.cache.nbytes import layer_bytes
 
 def traffic(layer: CompressedLayer) -> dict[str, float]:
     """Of one layer, sums over rows: bytes `read`, decode `steps`, pages `skipped`, and bytes moved between tiers by kind."""
-    found = {name: float(value.sum()) for name, value in layer.traffic.items()}
+    found = {name: float(value.sum()) for name, value in layer.account.totals.items()}
     store = layer.store
     if isinstance(store, PagedStore) and store.host is not None:
         for name, value in store.host.moved.items():
@@ -20,7 +20,7 @@ def traffic(layer: CompressedLayer) -> dict[str, float]:
 
 def skipped(layer: CompressedLayer) -> bool:
     """True if some step did not read all that the layer held."""
-    return "skipped" in layer.traffic and bool((layer.traffic["skipped"] > 0).any())
+    return "skipped" in layer.account.totals and bool((layer.account.totals["skipped"] > 0).any())
 
 
 def per_token(cache: CompressedCache, rows: int) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""What was computed once for a model: tensors in a small file, found again by the model's weights.
+"""Calibration files: tensors measured once on a model, found again by its weights and adapters.
 
-A file is `<kind>/<name>.safetensors`. Its metadata say how it was made; `probe` holds a few of the model's weights, so
-that it is found whatever the model is called, in any float type, and never taken for another's.
+A file is `<kind>/<name>.safetensors`. Its metadata say how it was made and which adapters were active; `weight_sample`
+holds some numbers of every matrix, so that it is found whatever the model is called, in any float type, and never taken
+for another's: not for a model into which an adapter was merged either.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from kvcompress.common.atomic_files import replacing
 from kvcompress.common.hashing import source_hash
 from kvcompress.method import Method
 from kvcompress.models.loading import cache_dir
+from kvcompress.models.model_hash import adapter_state, same_weights, weight_sample
 
 Tensor = torch.Tensor
 
-PROBED = 64  # weights looked at
-TOLERANCE = 0.01  # relative: above bfloat16's rounding, below what training changes in all of them
+SAMPLE = "weight_sample"  # tensor of a file: see `model_hash.weight_sample`
+ADAPTERS = "adapters"  # in its metadata: `model_hash.adapter_state`
 
 
 def made(script: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -58,40 +60,42 @@ def folders(kind: str, package: Path) -> list[Path]:
     return [cache_dir() / "calibration" / kind, package / kind]
 
 
-def probe(model: torch.nn.Module) -> Tensor:
-    """The number of weights and `PROBED` of them, spread over the model, float64 `[1 + PROBED]`."""
-    weights = [p for _, p in sorted(model.named_parameters()) if p.dim() == 2]
-    values = [float(sum(p.numel() for p in weights))]
-    for i in range(PROBED):
-        flat = weights[i * len(weights) // PROBED].detach().flatten()
-        values.append(float(flat[(2 * i + 1) * flat.numel() // (2 * PROBED)]))
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def save(path: Path, model: torch.nn.Module, tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
     """Write `tensors` and how they were made, for this model: whoever reads meanwhile sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    said = {"provenance": json.dumps(provenance, sort_keys=True)}
-    held = {**{k: v.contiguous() for k, v in tensors.items()}, "probe": probe(model)}
+    said = {"provenance": json.dumps(provenance, sort_keys=True), ADAPTERS: adapter_state(model)}
+    held = {**{k: v.contiguous() for k, v in tensors.items()}, SAMPLE: weight_sample(model)}
     with replacing(path) as temporary:
         save_file(held, temporary, metadata=said)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of a file, `probe` among them, and how they were made."""
+    """Tensors of a file, the sample of the weights among them, and how they were made."""
+    tensors, about = _read(path)
+    return tensors, json.loads(about.get("provenance", "{}"))
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-        return tensors, json.loads((file.metadata() or {}).get("provenance", "{}"))
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118  (no dict)
 
 
 def find(model: torch.nn.Module, places: Iterable[Path]) -> dict[str, Tensor] | None:
-    """Tensors of the first file in these folders, or among these files, that was made for these weights, or None."""
-    wanted = probe(model)
+    """Tensors of the first file in these folders, or among these files, that was made for this model, or None."""
+    wanted, adapters = weight_sample(model), adapter_state(model)
     for place in places:
         for path in [place] if place.is_file() else sorted(place.glob("*.safetensors")):
-            tensors, _ = load(path)
-            made = tensors.pop("probe", torch.zeros(0))
-            if made.shape == wanted.shape and made[0] == wanted[0]:
-                if torch.allclose(made[1:], wanted[1:], rtol=TOLERANCE, atol=1e-6):
-                    return tensors
+            tensors, about = _read(path)
+            if about.get(ADAPTERS, "") == adapters and same_weights(tensors.pop(SAMPLE, torch.zeros(0)), wanted):
+                return tensors
     return None
+
+
+def adapters_noted(model: torch.nn.Module) -> str:
+    """What a message that nothing is known of a model adds where it bears adapters, "" elsewhere."""
+    if not adapter_state(model):
+        return ""
+    return (
+        " (it bears an adapter or another change to its forward, and what was measured holds for one state of it: measure "
+        "it as it is now, or merge the adapter and measure that)"
+    )

@@ -1,4 +1,4 @@
-"""Which heads retrieve: a calibration on synthetic passkeys, the file it is kept in, and how a model finds its file.
+"""Retrieval heads (DuoAttention): a calibration on synthetic passkeys, its file, and how a model finds it.
 
 DuoAttention trains a gate per KV head so that the answer to passkey questions stays the same (Xiao et al., ICLR 2025,
 arXiv 2410.10819, section 2.2). Here nothing is trained: a text with passkeys is run once with the answers behind it, and
@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
+from kvcompress.calibrate.calibration import adapters_noted
 from kvcompress.common.prose import Encoder
-from kvcompress.data.haystack import NOUNS, fill, frame, load_haystack
+from kvcompress.data.haystack import NOUNS, build_haystack, load_haystack, prompt_template
 from kvcompress.hook.session import compress
 from kvcompress.method import LayerView, Method, Needs, Observed, Scorer, State, Tensor
 from kvcompress.models import compat
+from kvcompress.models.model_hash import adapter_state, same_weights, weight_sample
 
 FOLDER = Path(__file__).parent / "data" / "duoattention"
 COMMAND = "python scripts/calibrate_duo.py --model NAME"
 FORMAT = 1
-SAMPLED = 48  # weights that tell one model from another
-TOLERANCE = 0.02  # of their largest: half precision is off by less than 0.5%
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 HEAD = "Several passkeys to a vault are hidden in the following book. Remember them.\n\n"
@@ -65,7 +65,7 @@ def passkey_sample(tokenizer: Any, length: int, passkeys: int, words: int, seed:
     keys = [" ".join(rng.choices(NOUNS, k=words)) for _ in range(passkeys)]
     needles = [NEEDLE.format(ordinal=o, words=key) for o, key in zip(ORDINALS, keys, strict=False)]
     hay = load_haystack("essay", essays="builtin")
-    wrap = frame(tokenizer, encode, HEAD, "", "", "none")
+    wrap = prompt_template(tokenizer, encode, HEAD, "", "", "none")
     tail: list[int] = []
     spans: list[range] = []
     for ordinal, key in zip(ORDINALS, keys, strict=False):
@@ -74,7 +74,9 @@ def passkey_sample(tokenizer: Any, length: int, passkeys: int, words: int, seed:
         spans.append(range(len(tail), len(tail) + len(answer)))
         tail += answer
     depths = sorted(rng.uniform(0.05, 0.9) for _ in keys)
-    filled = fill(encode, hay, needles, depths, length - len(wrap.head) - len(tail), rng.randrange(len(hay.sentences)))
+    filled = build_haystack(
+        encode, hay, needles, depths, length - len(wrap.head) - len(tail), rng.randrange(len(hay.sentences))
+    )
     ids = [*wrap.head, *filled.ids, *tail]
     context = len(ids) - len(tail)
     pairs = []
@@ -179,7 +181,7 @@ def calibrate(
     halves = [found[: len(found) // 2].mean(0), found[len(found) // 2 :].mean(0)]
     return {
         "format": FORMAT,
-        "model": {"name": name, **identity(model)},
+        "model": {"name": name, **model_facts(model)},
         "measured": {
             "what": "attention from the tokens that repeat a passkey to its first occurrence; best query head per KV head",
             "lengths": list(lengths),
@@ -214,9 +216,9 @@ def ranks(scores: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rank[layer, head] for head in range(len(row))) for layer, row in enumerate(scores))
 
 
-def identity(model: Any) -> dict[str, Any]:
-    """What tells a model from another: sizes, and some of its weights."""
-    config = compat.text_config(model)
+def model_facts(model: Any) -> dict[str, Any]:
+    """What tells a model from another: sizes, a sample of its weights, and its adapters where it has any."""
+    config, adapters = compat.text_config(model), adapter_state(model)
     full = [i for i, kind in enumerate(compat.layer_types(model)) if kind == "full_attention"]
     return {
         "model_type": config.model_type,
@@ -224,28 +226,17 @@ def identity(model: Any) -> dict[str, Any]:
         "kv_heads": compat.kv_heads(model),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        "weights": sampled_weights(model),
+        "weights": [float(f"{number:.9g}") for number in weight_sample(model).tolist()],
+        **({"adapters": adapters} if adapters else {}),
     }
 
 
-def sampled_weights(model: Any) -> list[float]:
-    """A few weights from matrices at all depths, the same for every dtype but for rounding."""
-    matrices = [p for _, p in sorted(model.named_parameters()) if p.dim() == 2 and p.device.type != "meta"]
-    found = []
-    for i in range(SAMPLED if matrices else 0):
-        matrix = matrices[i * len(matrices) // SAMPLED].detach()
-        row, column = (7 * i) % matrix.shape[0], (11 * i) % matrix.shape[1]
-        found.append(round(float(matrix[row, column]), 6))
-    return found
-
-
 def same_model(known: dict[str, Any], found: dict[str, Any]) -> bool:
-    """True if two identities are of the same model, in whatever precision."""
-    if any(known.get(key) != found[key] for key in found if key != "weights"):
+    """True if two sets of facts are of the same model, in whatever precision."""
+    names = {*known, *found} - {"name", "weights"}
+    if any(known.get(name) != found.get(name) for name in names):
         return False
-    a, b = known["weights"], found["weights"]
-    largest = max((abs(x) for x in a), default=0.0)
-    return len(a) == len(b) and all(abs(x - y) <= TOLERANCE * largest for x, y in zip(a, b, strict=True))
+    return same_weights(known["weights"], torch.tensor(found["weights"], dtype=torch.float64))
 
 
 def head_order(heads: str, model: Any) -> tuple[tuple[int, ...], ...]:
@@ -257,7 +248,7 @@ def head_order(heads: str, model: Any) -> tuple[tuple[int, ...], ...]:
     Raises:
         ValueError: no file for this model, or a file of another; names the command that makes one.
     """
-    found = identity(model)
+    found = model_facts(model)
     what = f"{found['model_type']} with {len(found['layers'])} full-attention layers of {found['kv_heads']} KV heads"
     if heads == "random":
         return ranks([[random.Random(f"{i}:{h}").random() for h in range(found["kv_heads"])] for i in found["layers"]])
@@ -272,8 +263,8 @@ def head_order(heads: str, model: Any) -> tuple[tuple[int, ...], ...]:
             return ranks(known["scores"])
     names = ", ".join(path.stem for path in sorted(FOLDER.glob("*.json"))) or "none"
     raise ValueError(
-        f"no head classes are known for this model ({what}); known: {names}. Measure them with `{COMMAND} --out FILE` "
-        "and give heads=FILE, or heads=random for a control"
+        f"no head classes are known for this model ({what}){adapters_noted(model)}; known: {names}. Measure them with "
+        f"`{COMMAND} --out FILE` and give heads=FILE, or heads=random for a control"
     )
 
 

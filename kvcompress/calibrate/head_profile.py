@@ -1,4 +1,4 @@
-"""Which KV heads change their top pages fast: measured on texts, kept in a small file, found by the model's weights.
+"""Head profile (FlexiCache): which KV heads change their top pages fast, measured on texts and kept in a file.
 
 Stability as in FlexiCache (Takbir et al., arXiv 2511.00868; TopK-Analysis of the released code): decode steps are cut
 into windows; within one, the overlap of each step's top-K pages with the first step's, corrected for chance. The heads
@@ -18,6 +18,7 @@ import torch
 from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.calibrate import calibration
 from kvcompress.common.prose import built_in_prose
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.hook.session import compress
 from kvcompress.method import Method, Reader, State, Tensor
 from kvcompress.models import compat
@@ -59,7 +60,7 @@ def prose(tokenizer: Any, texts: int, length: int, seed: int) -> list[Tensor]:
     for number in range(texts):
         sentences, ids = built_in_prose(seed + number), list[int]()
         while len(ids) < length:
-            ids += tokenizer.encode(" ".join(next(sentences) for _ in range(20)) + " ", add_special_tokens=False)
+            ids += plain_ids(tokenizer, " ".join(next(sentences) for _ in range(20)) + " ")
         found.append(torch.tensor(ids[:length]))
     return found
 
@@ -70,7 +71,7 @@ def pieces(tokenizer: Any, text: str, texts: int, length: int) -> list[Tensor]:
     Raises:
         ValueError: not one piece.
     """
-    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
+    ids = torch.tensor(plain_ids(tokenizer, text))
     count = min(texts, len(ids) // length)
     if count == 0:
         raise ValueError(
@@ -209,14 +210,16 @@ def unstable_heads(heads: str, model: Any, count: int) -> set[tuple[int, int]]:
     if heads == "profile":
         found = calibration.find(model, calibration.folders(KIND, DATA))
         if found is None:
-            raise ValueError(f"FlexiCache has no head profile for {name!r}: {fix}")
+            raise ValueError(f"FlexiCache has no head profile for {name!r}{calibration.adapters_noted(model)}: {fix}")
     else:
         path = Path(heads).expanduser()
         if not path.is_file():
             raise ValueError(f"heads={heads!r} is neither a file nor one of profile, random, stable, unstable: {fix}")
         found = calibration.find(model, [path])
         if found is None:
-            raise ValueError(f"heads={heads!r} is a profile of another model than {name!r}: {fix}")
+            raise ValueError(
+                f"heads={heads!r} is a profile of another model than {name!r}{calibration.adapters_noted(model)}: {fix}"
+            )
     share, mean = found["frequency"], found["instability"]
     kv = share.shape[1]
     return {(full[number // kv], number % kv) for number in least_stable(share, mean, count)}

@@ -1,4 +1,4 @@
-"""A grouped-query layer written as multi-head latent attention: measured rotations, and one basis for keys and values.
+"""Multi-head latent attention from a grouped-query layer: measured rotations, and one basis for keys and values.
 
 TransMLA (Meng et al., 2025, arXiv 2502.07864) takes all KV heads of a layer as one latent. Per rotated pair of
 dimensions the heads are turned among each other (RoRoPE: the same orthogonal matrix for both numbers of a pair commutes
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kvcompress.calibrate.calibration import SAMPLE
 from kvcompress.calibrate.low_rank import Basis, CalibrationText, check_tokens, kept, outputs
 from kvcompress.models import compat
 
@@ -158,7 +159,7 @@ def stored(
         return {f"{layer}.{name}": value for layer, basis in bases.items() for name, value in vars(basis).items()}
 
     tensors, names = kept(model, text, settings, measured), JointBasis.__dataclass_fields__
-    layers = sorted({int(name.split(".")[0]) for name in tensors if name != "probe"})
+    layers = sorted({int(name.split(".")[0]) for name in tensors if name != SAMPLE})
     return {layer: JointBasis(**{name: tensors[f"{layer}.{name}"] for name in names}) for layer in layers}
 
 

@@ -1,4 +1,4 @@
-"""Low-rank factors of a model's keys and values, measured on text: what low-rank codecs project on.
+"""Low-rank factors of a model's keys and values, measured on text: the bases of low-rank codecs.
 
 Palu (Chang et al., 2025, arXiv 2407.21118, section 3) cuts a projection W of a group of KV heads to rank r where it is
 least missed on text: with H = L L^T the second moment of its inputs, it truncates the singular value decomposition
@@ -23,10 +23,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvcompress.calibrate import calibration
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data.haystack import load_haystack
 from kvcompress.method.latents import grouped
 from kvcompress.models import compat
 from kvcompress.models.loading import cache_dir
+from kvcompress.models.model_hash import model_hash
 from kvcompress.models.tokenizers import tokenizer_of
 
 Tensor = torch.Tensor
@@ -84,7 +86,7 @@ class CalibrationText:
                 f"calibration on text={self.text!r} needs the model's tokenizer: load the model with kvcompress.load, "
                 "or take text=own"
             )
-        found = tokenizer.encode(self._read(self.tokens), add_special_tokens=False)
+        found = plain_ids(tokenizer, self._read(self.tokens))
         if len(found) < count * self.length:
             raise ValueError(
                 f"calibration text {self.text!r} has {len(found)} tokens, fewer than the {count * self.length} asked "
@@ -281,7 +283,7 @@ def kept(
     model: Any, text: CalibrationText, settings: Mapping[str, Any], measure: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """What was measured on a model and text with some settings, from a file of the user's folder, else now."""
-    path = folder() / f"{fingerprint(model, text, settings)}.safetensors"
+    path = folder() / f"{file_key(model, text, settings)}.safetensors"
     try:
         found = path.stat()
         return dict(_read(path, found.st_mtime_ns, found.st_size))
@@ -305,10 +307,8 @@ def folder() -> Path:
     return cache_dir() / "calibration" / KIND
 
 
-def fingerprint(model: Any, text: CalibrationText, settings: Mapping[str, Any]) -> str:
+def file_key(model: Any, text: CalibrationText, settings: Mapping[str, Any]) -> str:
     """A name that says which model, text and settings, 24 hexadecimal digits."""
-    config, said = compat.text_config(model), asdict(text) | dict(settings) | {"format": FORMAT}
+    said = asdict(text) | dict(settings) | {"format": FORMAT, "model": model_hash(model), "dtype": str(model.dtype)}
     said["text"] = text.content or text.text
-    said["rope"] = str(getattr(config, "rope_parameters", None))
-    weights = calibration.probe(model).numpy().tobytes()
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode() + weights).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""How long compressing takes, apart from the model's own work."""
+"""Clock: the time that compression takes, apart from the model's own work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When memory runs out, and how it is given back: knows torch alone."""
+"""Out-of-memory errors, and giving memory back. Knows torch alone."""
 
 from __future__ import annotations
 

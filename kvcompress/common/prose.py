@@ -1,4 +1,4 @@
-"""Built-in prose as text and as token ids: prompts where no data set is at hand, the same for the same seed."""
+"""Built-in prose, as text and as token ids: for prompts where no data set is at hand; equal seeds give equal texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import random
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from kvcompress.common.tokenization import plain_ids
 
 
 def split_list(text: str, mark: str | None = None) -> list[str]:
@@ -109,7 +111,7 @@ class Encoder:
             self._anchor = anchor  # this tokenizer (SentencePiece style) puts a space before each piece it is given
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return plain_ids(self._tokenizer, text)
 
     def __call__(self, text: str) -> tuple[int, ...]:
         if text not in self._known:

@@ -1,3 +1,3 @@
-"""Texts, prompts, data sets and answers, and the contract of a task.
+"""Data sets, prompts as token ids, grading, and the base class of a task.
 
 Imports `measure` and lower wings."""

@@ -1,4 +1,4 @@
-"""How far a compressed model's next-token distribution lies from the full model's, along tokens that are known."""
+"""Divergence of next-token distributions: KL, top-1 agreement and -log p along teacher-forced tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from kvcompress.data.task import Turn
 
 
-def compare(full: torch.Tensor, ours: torch.Tensor, tokens: torch.Tensor) -> dict[str, list[float]]:
+def token_divergence(full: torch.Tensor, ours: torch.Tensor, tokens: torch.Tensor) -> dict[str, list[float]]:
     """Per position, from logits `[n, V]` of both and the tokens `[n]` that came: KL in nats, agreement, -log p of each.
 
     In float64: at a full budget the divergence is what rounding in the logits makes of it, not in the comparison.
@@ -29,10 +29,10 @@ def compare(full: torch.Tensor, ours: torch.Tensor, tokens: torch.Tensor) -> dic
     }
 
 
-def answered(
+def reference_answer(
     session: Any, logits: torch.Tensor, turn: Turn, choose: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """A model's own answer after a prompt, one token after another: a reference to be followed.
+    """The full model's own answer after a prompt, token by token, with its logits: the reference of a divergence.
 
     Args:
         logits: `[1, V]` of the prompt's last position.
@@ -52,8 +52,10 @@ def answered(
         logits = session.step(token[:, None])
 
 
-def along(session: Any, reference: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, dict[str, list[float]]]]:
-    """Feed a reference's tokens after a prompt: per forward the session's logits `[n, V]` and the lists of `compare`.
+def teacher_forced_divergence(
+    session: Any, reference: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, dict[str, list[float]]]]:
+    """Feed a reference's tokens after a prompt: per forward the session's logits `[n, V]` and the `token_divergence`.
 
     Values have six digits, which is what a record keeps.
     """
@@ -62,6 +64,6 @@ def along(session: Any, reference: Mapping[str, torch.Tensor]) -> Iterator[tuple
     for block in session.follow(tokens[None].to(session.model.device)):
         ours = block[0].float().cpu()
         here = slice(at, at + len(ours))
-        found = compare(full[here].float(), ours, tokens[here])
+        found = token_divergence(full[here].float(), ours, tokens[here])
         yield ours, {name: [float(f"{value:.6g}") for value in values] for name, values in found.items()}
         at += len(ours)

@@ -1,4 +1,4 @@
-"""From a solution's text to its final answer, and whether that equals the expected one.
+"""Grading of mathematical answers: extract the final answer of a solution and compare it with the expected one.
 
 What is said explicitly counts, in this order: the last `\\boxed{…}` (braces matched), a `#### …` line, "the answer is …"
 or "Final answer: …", a line "A: …". Only of an output that came to its end may the last line stand in for these: what
@@ -18,7 +18,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-OPEN, CLOSE = "<think>", "</think>"
+from kvcompress.data.thinking import answer_part, unfinished
+
 TIMEOUT_S = 5  # of one comparison; math-verify's own default
 LONGEST = 1000  # characters of an answer that are compared by more than their text
 BOXES = ("\\boxed", "\\fbox")
@@ -40,15 +41,15 @@ def available() -> bool:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Grade:
     """`answer` is None where the output gives none: it was cut off, or is empty."""
 
     right: bool
     answer: str | None
 
 
-def judge(gold: str, text: str, finished: bool = True, thinking: bool = False) -> Judgement:
-    """Judge one output.
+def grade(gold: str, text: str, finished: bool = True, thinking: bool = False) -> Grade:
+    """Grade one output.
 
     Args:
         gold: the expected answer alone, as LaTeX without dollars or as a number.
@@ -57,20 +58,14 @@ def judge(gold: str, text: str, finished: bool = True, thinking: bool = False) -
         thinking: the prompt ended inside a thinking part, which the output has to close.
     """
     answer = final_answer(text, finished, thinking)
-    return Judgement(answer is not None and equal(gold, answer), answer)
-
-
-def unfinished(text: str, thinking: bool = False) -> bool:
-    """True if a text ends inside a thinking part, its own or (`thinking`) the one the prompt ended in."""
-    _, closed, after = text.rpartition(CLOSE)
-    return OPEN in after or (thinking and not closed)
+    return Grade(answer is not None and equal(gold, answer), answer)
 
 
 def final_answer(text: str, finished: bool = True, thinking: bool = False) -> str | None:
     """The final answer that a text gives, or None. What is inside a thinking part is not one."""
     if unfinished(text, thinking):
         return None
-    text = text.rpartition(CLOSE)[2]
+    text = answer_part(text, thinking)
     box = last_box(text)
     if box is not None:
         return box or None

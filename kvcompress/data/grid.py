@@ -1,4 +1,4 @@
-"""What tasks that measure requests have in common: no answer is judged, and sessions are theirs to open."""
+"""Base classes of tasks that measure time or memory: nothing is graded, and the task opens its own sessions."""
 
 from __future__ import annotations
 

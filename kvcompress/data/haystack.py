@@ -1,4 +1,4 @@
-"""Haystacks: sentences to hide something in, and prompts assembled in token space.
+"""Haystacks for needle tests, and prompts assembled from token ids.
 
 Everything is joined as token ids: pieces are encoded once, without special tokens, and never decoded and encoded again,
 so an inserted needle stays verbatim, its offset is exact, and no beginning-of-sequence token slips in between.
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress.common.prose import Encoder, built_in_prose, split_list
+from kvcompress.common.tokenization import begun
 from kvcompress.data.prompts import resolve_template
+from kvcompress.data.thinking import start_answer
 
 ESSAYS = Path("niah") / "PaulGrahamEssays"
 
@@ -83,6 +85,13 @@ def essays_folder(data: str | None) -> Path | None:
     return folder if folder is not None and any(folder.glob("*.txt")) else None
 
 
+def _essay(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+
+
 def load_haystack(kind: str, data: str | None = None, essays: str = "auto") -> Haystack:
     """The haystack `noise` or `essay`.
 
@@ -102,7 +111,7 @@ def load_haystack(kind: str, data: str | None = None, essays: str = "auto") -> H
     folder = None if essays == "builtin" else essays_folder(data)
     if folder is not None:
         # sorted: the order of a directory listing differs between file systems
-        text = " ".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt")))
+        text = " ".join(map(_essay, sorted(folder.glob("*.txt"))))
         sentences = split_sentences(text)
         return Haystack("essay:PaulGraham", sentences, [" "] * len(sentences), " ")
     if essays == "files":
@@ -113,15 +122,17 @@ def load_haystack(kind: str, data: str | None = None, essays: str = "auto") -> H
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What stands around a context, as token ids: `head` before it, `tail` after it (the question and what follows)."""
+class PromptTemplate:
+    """A prompt around a context, as token ids: `head` before it, `tail` after it (the question and what follows)."""
 
     head: tuple[int, ...]
     tail: tuple[int, ...]
     template: str  # "chat" or "none", as resolved
 
 
-def frame(tokenizer: Any, encode: Encoder, head: str, question: str, answer: str, template: str) -> Frame:
+def prompt_template(
+    tokenizer: Any, encode: Encoder, head: str, question: str, answer: str, template: str
+) -> PromptTemplate:
     """Wrap a context in a prompt, with the beginning-of-sequence tokens the tokenizer's convention intends.
 
     With a chat template the template alone decides about special tokens, as transformers' own `apply_chat_template`
@@ -135,17 +146,14 @@ def frame(tokenizer: Any, encode: Encoder, head: str, question: str, answer: str
         ValueError: template="chat" and the tokenizer has none, or an unknown value.
     """
     if resolve_template(tokenizer, template) == "none":
-        marked = tokenizer.encode("a", add_special_tokens=True)
-        bos = tokenizer.bos_token_id
-        start = (bos,) if bos is not None and marked and marked[0] == bos else ()
-        return Frame(start + encode(head), encode(question + answer), "none")
+        return PromptTemplate(tuple(begun(tokenizer, encode(head))), encode(question + answer), "none")
     mark = "\x1econtext\x1e"
     chat = [{"role": "user", "content": f"{head}{mark}{question}"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     before, found, after = text.partition(mark)
     if not found:
         raise ValueError("the chat template drops the user's message; use template=none")
-    return Frame(encode(before), encode(after + answer.lstrip()), "chat")
+    return PromptTemplate(encode(before), encode(start_answer(tokenizer, after, answer.lstrip())), "chat")
 
 
 def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, template: str) -> tuple[int, ...]:
@@ -153,10 +161,10 @@ def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, templ
 
     Args:
         question: text of the user's message; answer: start of the answer that the model continues.
-        template: as `frame` takes it. Without a chat template nothing closes an answer but what the question begins with.
+        template: as `prompt_template` takes it. Without a chat template nothing closes an answer but what the question begins with.
 
     Raises:
-        ValueError: as `frame`, or the chat template drops an answer of the assistant.
+        ValueError: as `prompt_template`, or the chat template drops an answer of the assistant.
     """
     if resolve_template(tokenizer, template) == "none":
         return encode(question + answer)
@@ -168,11 +176,11 @@ def follow_up(tokenizer: Any, encode: Encoder, question: str, answer: str, templ
     _, found, after = text.partition(mark)
     if not found:
         raise ValueError("the chat template drops the assistant's answer; use template=none")
-    return encode(after + answer.lstrip())
+    return encode(start_answer(tokenizer, after, answer.lstrip()))
 
 
 @dataclass(frozen=True)
-class Filled:
+class NeedlePrompt:
     """A context with needles in it.
 
     Attributes:
@@ -188,13 +196,18 @@ class Filled:
     hay: int
 
 
-def fill(
-    encode: Encoder, haystack: Haystack, needles: Sequence[str], depths: Sequence[float], room: int, start: int = 0
-) -> Filled:
-    """A context of at most `room` tokens with each needle at the sentence boundary nearest to its depth.
+def build_haystack(
+    encode: Encoder,
+    haystack: Haystack,
+    needles: Sequence[str],
+    depths: Sequence[float],
+    max_tokens: int,
+    start: int = 0,
+) -> NeedlePrompt:
+    """A context of at most `max_tokens` tokens with each needle at the sentence boundary nearest to its depth.
 
     Hay is laid sentence by sentence from sentence `start` on. Whole sentences are used; only where they would leave
-    more than 2% of the room empty is the last one cut, in token space. Between a needle and its neighbours stands
+    more than 2% of them empty is the last one cut, in token space. Between a needle and its neighbours stands
     the haystack's needle separator.
 
     Raises:
@@ -208,9 +221,9 @@ def fill(
     around = haystack.needle_separator
     slack = len(encode(around)) + 1  # the hay after a needle may take one token more than after its usual separator
     cost = sum(len(joined(around, needle)) + slack for needle in needles)
-    hay_room = room - cost
+    hay_room = max_tokens - cost
     if hay_room < 1:
-        raise ValueError(f"no room: {room} tokens are left for the context and the needles alone need {cost}")
+        raise ValueError(f"no room: {max_tokens} tokens are left for the context and the needles alone need {cost}")
     count = len(haystack.sentences)
     hay: list[tuple[str, str]] = []  # separator before, sentence
     ends = [0]
@@ -219,7 +232,7 @@ def fill(
         separator = haystack.separators[index - 1] if hay else ""  # sentence 0 follows the last: it goes around
         length = len(joined(separator, haystack.sentences[index]))
         free = hay_room - ends[-1]
-        if length > free and hay and free <= 0.02 * room:
+        if length > free and hay and free <= 0.02 * max_tokens:
             break
         hay.append((separator, haystack.sentences[index]))
         ends.append(ends[-1] + min(length, free))
@@ -246,4 +259,4 @@ def fill(
             piece = joined(around if before_is_needle else separator, sentence)
             ids += piece if at < len(hay) - 1 else piece[:last_length]
             before_is_needle = False
-    return Filled(ids, offsets, [boundaries[at] / ends[-1] for at in places], ends[-1])
+    return NeedlePrompt(ids, offsets, [boundaries[at] / ends[-1] for at in places], ends[-1])

@@ -1,4 +1,4 @@
-"""Rows of data sets on the Hub: at a stated revision, from data files alone (`datasets` runs no loading script)."""
+"""Data sets of the Hugging Face Hub at a pinned revision, from data files alone (`datasets` runs no loading script)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Samples of published data sets from JSON Lines, with errors that name file and line."""
+"""JSON Lines: rows and their fields, checked when they are read. Errors name file, line and field."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from kvcompress.common.tokenization import surrogate
 
 
 def check(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
@@ -23,22 +26,53 @@ def text(row: Mapping[str, Any], field: str, where: str) -> str:
     """A field that must be text.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, or no Unicode.
     """
-    value = row[field]
+    return whole(row[field], field, where)
+
+
+def whole(value: Any, field: str, where: str) -> str:
+    """A value that must be text.
+
+    Raises:
+        ValueError: it is something else, or holds half of a surrogate pair, as a cut `\\ud83d\\ude00` leaves it.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{where}: {field} must be text, found {_shown(value)}")
+    at = surrogate(value)
+    if at is not None:
+        raise ValueError(
+            f"{where}: {field} holds half of a surrogate pair (\\u{ord(value[at]):04x} at character {at + 1}), which is no "
+            "text: write the whole character, or leave it out"
+        )
     return value
+
+
+def identifier(value: Any, number: int, where: str) -> str:
+    """A row's name in the data, or its number where it has none.
+
+    Raises:
+        ValueError: it is neither text nor a whole number.
+    """
+    if value is None or value == "":
+        return str(number)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value or number)
+    return whole(value, "id", where)
 
 
 def answer(value: Any, field: str, where: str) -> str:
     """An expected answer, text or a number, as text.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, no Unicode, or a number that is none (JSON's NaN and Infinity).
     """
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{where}: {field} must be text or a number, found {_shown(value)}")
+    if isinstance(value, str):
+        return whole(value, field, where)
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: {field} is {value}, which is no number; give the answer, or leave the row out")
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
@@ -56,6 +90,18 @@ def answers(value: Any, field: str, where: str) -> tuple[str, ...]:
 def _shown(value: Any) -> str:
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:59] + '…'}"
+
+
+def loads(text: str, where: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, is nested too deep, or holds a number of more digits than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: no JSON ({error})") from error
 
 
 def lines(path: Path) -> list[tuple[int, str]]:
@@ -77,21 +123,22 @@ def read(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], ...]
     return tuple(row for _, row in numbered(path, fields))
 
 
-@lru_cache(maxsize=32)
 def numbered(path: Path, fields: tuple[str, ...] = ()) -> tuple[tuple[int, dict[str, Any]], ...]:
-    """The same with the number of each row's line."""
-    rows = []
+    """The same with the number of each row's line; a file that did not change is read once."""
     try:
-        found = lines(path)
+        about = path.stat()
+        return _numbered(path, fields, about.st_mtime_ns, about.st_size)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
+
+
+@lru_cache(maxsize=32)
+def _numbered(path: Path, fields: tuple[str, ...], changed: int, size: int) -> tuple[tuple[int, dict[str, Any]], ...]:
+    rows = []
+    found = lines(path)
     for number, line in found:
         where = f"{path} line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: no JSON ({error})") from error
-        rows.append((number, check(row, fields, where)))
+        rows.append((number, check(loads(line, where), fields, where)))
     if not rows:
         raise ValueError(f"{path} holds no record")
     return tuple(rows)

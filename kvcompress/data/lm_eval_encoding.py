@@ -1,14 +1,13 @@
-"""Text to token ids as lm-eval does it, without a model. Needs the extra `eval`."""
+"""Tokenisation of lm-eval's requests, as its HFLM does it, without a model. Needs the extra `eval`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcompress.data.lm_eval_requests import (
-    Completion,
-    Continuation,
-)
+from kvcompress.common.tokenization import plain_ids, prompt_ids
+from kvcompress.data.lm_eval_requests import Completion, Continuation
+from kvcompress.data.thinking import begins_thinking
 
 try:
     from lm_eval import utils
@@ -44,10 +43,10 @@ class Encoding:
         return self.tokenizer.eos_token_id if first is None else first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a string; by default with the tokenizer's special tokens, unless it begins with one already."""
+        """Ids of a string; by default behind the tokenizer's prefix, unless it begins with one already. None ends it."""
         if add_special_tokens is None:
             add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
-        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+        return prompt_ids(self.tokenizer, string) if add_special_tokens else plain_ids(self.tokenizer, string)
 
     _encode_pair = TemplateLM._encode_pair
 
@@ -101,7 +100,7 @@ class Encoding:
                 f"generation_kwargs {other} are not available; those that are: until, max_gen_toks, {', '.join(sorted(SAMPLING))}"
             )
         special = not has_bos_prefix(context, self.tokenizer.bos_token)
-        ids = list(self.tokenizer.encode(context, add_special_tokens=special)) or [self.prefix_token_id]
+        ids = self.tok_encode(context, add_special_tokens=special) or [self.prefix_token_id]
         room = len(ids) if self.limit is None else self.limit - length
         if room < 1:
             raise ValueError(f"max_gen_toks={length} leaves no room for a prompt: the model takes {self.limit} tokens")
@@ -113,6 +112,7 @@ class Encoding:
             float(kwargs.get("top_p") or 1.0),
             int(kwargs.get("top_k") or 0),
             max(0, len(ids) - room),
+            begins_thinking(self.tokenizer, context),
         )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval by name: found in its index or in a folder of one's own, and loaded with their documents."""
+"""lm-eval's tasks by name, from its index or a folder of one's own, loaded with their documents."""
 
 from __future__ import annotations
 

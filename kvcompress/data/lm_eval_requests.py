@@ -1,4 +1,4 @@
-"""What lm-eval asks of a model, answered through a compressed cache.
+"""lm-eval's requests (log-likelihoods and completions) on a compressed cache.
 
 How likely a continuation is, is found in two phases: the context is a prompt, which is compressed when it ends; then
 the continuation is fed token by token as if it had been decoded, through what is left of the cache. The last tokens of
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from kvcompress.common.tokenization import plain_ids
+from kvcompress.data.thinking import CLOSING, OPENING, Output, answer_part, decode, last_mark
 from kvcompress.hook.generation import Generation
 from kvcompress.hook.session import Session
 from kvcompress.method import Method
@@ -37,7 +39,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Completion:
-    """What comes after `context`, until one of the strings in `until`? Greedy at temperature 0."""
+    """What comes after `context`, until one of the strings in `until`? Greedy at temperature 0.
+
+    `thinking`: the context ends inside a thinking part. In one no string of `until` counts.
+    """
 
     context: tuple[int, ...]
     max_new_tokens: int
@@ -46,6 +51,7 @@ class Completion:
     top_p: float = 1.0
     top_k: int = 0
     truncated: int = 0
+    thinking: bool = False
 
     def total_tokens(self) -> int:
         """Positions it needs at most."""
@@ -147,16 +153,60 @@ def complete(session: Session, asked: Completion, stop: Sequence[int], tokenizer
         top_p=asked.top_p,
         top_k=asked.top_k,
         seed=seed,
-        until=reaches(asked.until, tokenizer),
+        until=reaches(asked.until, tokenizer, asked.thinking),
     )
 
 
-def reaches(until: Sequence[str], tokenizer: Any) -> Callable[[list[int]], bool] | None:
+def reaches(until: Sequence[str], tokenizer: Any, thinking: bool = False) -> Callable[[list[int]], bool] | None:
     """Whether the last tokens' text holds a stop string; None where there is none to look for."""
-    spans = [(text, len(tokenizer.encode(text, add_special_tokens=False)) + LOOK_BACK) for text in until if text]
-    if not spans:
-        return None
-    return lambda tokens: any(text in tokenizer.decode(tokens[-n:]) for text, n in spans)
+    spans = [(text, len(plain_ids(tokenizer, text)) + LOOK_BACK) for text in until if text]
+    return StopStrings(spans, tokenizer, thinking) if spans else None
+
+
+class StopStrings:
+    """Looks for stop strings in an output that grows token by token, outside of its thinking parts.
+
+    Blank space between the end of a thinking part and the answer is part of neither.
+
+    Args:
+        spans: each string, and the number of last tokens that it is looked for in.
+        thinking: the output begins inside a thinking part.
+    """
+
+    def __init__(self, spans: Sequence[tuple[str, int]], tokenizer: Any, thinking: bool = False) -> None:
+        self.spans, self.tokenizer, self.inside = spans, tokenizer, thinking
+        self._answer = 0  # the token at which the text to look at begins
+        self._mark: int | None = None  # a token before the mark that closed the last thinking part
+        self._width = LOOK_BACK + max(len(plain_ids(tokenizer, mark)) for mark in (*OPENING, *CLOSING))
+
+    def __call__(self, tokens: list[int]) -> bool:
+        """True if the output has come to a stop string; `tokens` are all so far, one more than at the last call."""
+        recent = decode(self.tokenizer, tokens[max(self._answer, len(tokens) - self._width) :])
+        closed, opened = last_mark(recent, CLOSING), last_mark(recent, OPENING)
+        if self.inside:
+            if closed[0] > opened[0]:
+                self.inside = False
+                self._answer, self._mark = len(tokens), max(0, len(tokens) - self._width)
+            else:
+                return False
+        elif opened[0] > closed[0]:
+            self.inside = True
+            return False
+        return any(text in self._last(tokens, width) for text, width in self.spans)
+
+    def _last(self, tokens: list[int], width: int) -> str:
+        answer = tokens[self._answer :]
+        if self._mark is None or len(answer) > width:
+            return self.tokenizer.decode(answer[-width:])
+        # a token may hold the end of the mark and the beginning of what follows it
+        return answer_part(decode(self.tokenizer, tokens[self._mark :])).lstrip()
+
+
+def answer_text(asked: Completion, tokens: Sequence[int], tokenizer: Any) -> str:
+    """What is scored of an output: the text behind any thinking part and before the first stop string."""
+    output = Output(decode(tokenizer, tokens), asked.thinking)
+    thought = asked.thinking or output.answer != output.text
+    return cut(output.answer.lstrip() if thought else output.text, asked.until)
 
 
 def cut(text: str, until: Sequence[str]) -> str:

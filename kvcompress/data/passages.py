@@ -1,4 +1,4 @@
-"""Questions on several passages: read from published files, fitted into a prompt, shuffled, as segments of token ids.
+"""Multi-document questions: passages read from published files, fitted into a prompt and shuffled, as token ids.
 
 A record is a JSON object with one of three sets of fields:
 
@@ -11,7 +11,6 @@ A record is a JSON object with one of three sets of fields:
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ _NUMBERED = re.compile(r"^Passage \d+:[ \t]*\n?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Asked:
+class MultiDocQuestion:
     """A question, the passages it is asked of (as they stand in a prompt) and its answers."""
 
     id: str
@@ -45,7 +44,7 @@ class Asked:
 
 
 @lru_cache(maxsize=8)
-def read(path: Path) -> tuple[Asked, ...]:
+def read(path: Path) -> tuple[MultiDocQuestion, ...]:
     """All records of a file.
 
     Raises:
@@ -54,7 +53,7 @@ def read(path: Path) -> tuple[Asked, ...]:
     rows = _array(path) if path.suffix == ".json" else None
     if rows is None:
         rows = [(f"{path} line {number}", row) for number, row in jsonl.numbered(path)]
-    return tuple(_asked(row, where, number) for number, (where, row) in enumerate(rows))
+    return tuple(_question(row, where, number) for number, (where, row) in enumerate(rows))
 
 
 def _array(path: Path) -> list[tuple[str, Any]] | None:
@@ -65,16 +64,13 @@ def _array(path: Path) -> list[tuple[str, Any]] | None:
         raise ValueError(f"cannot read {path}: {error}") from error
     if not text.lstrip().startswith("["):
         return None
-    try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({error})") from error
+    found = jsonl.loads(text, str(path))
     if not found:
         raise ValueError(f"{path} holds no record")
     return [(f"{path} record {number}", row) for number, row in enumerate(found, 1)]
 
 
-def _asked(row: Any, where: str, number: int) -> Asked:
+def _question(row: Any, where: str, number: int) -> MultiDocQuestion:
     kind = next((kind for kind in KINDS if isinstance(row, Mapping) and kind in row), None)
     if kind is None:
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
@@ -86,8 +82,8 @@ def _asked(row: Any, where: str, number: int) -> Asked:
     passages = parted(jsonl.text(row, "context", where)) if kind == "context" else _texts(row[kind], kind, where)
     if not passages:
         raise ValueError(f"{where}: {kind} holds no passage")
-    name = row.get("id") or row.get("_id") or number
-    return Asked(str(name), passages, question, jsonl.answers(row["answers"], "answers", where))
+    name = jsonl.identifier(row.get("id") or row.get("_id"), number, where)
+    return MultiDocQuestion(name, passages, question, jsonl.answers(row["answers"], "answers", where))
 
 
 def parted(context: str) -> tuple[str, ...]:
@@ -110,7 +106,8 @@ def _texts(value: Any, field: str, where: str) -> tuple[str, ...]:
             raise ValueError(f"{where}: passage {number} must be a text, or an object with text and title")
         if not about["text"].strip():
             raise ValueError(f"{where}: passage {number} is empty: leave it out")
-        title = about.get("title") or ""
+        title = jsonl.whole(about.get("title") or "", f"{field} {number} title", where)
+        jsonl.whole(about["text"], f"{field} {number}", where)
         found.append(f"{title}{END}{about['text']}{END}")  # as the released code writes them, with or without a title
     return tuple(found)
 
@@ -131,7 +128,9 @@ class Fitted:
     cut: int
 
 
-def fit(asked: Asked, encode: Encoder, room: int | None, how: str, most: int | None, shuffle: str | None) -> Fitted:
+def fit(
+    asked: MultiDocQuestion, encode: Encoder, room: int | None, how: str, most: int | None, shuffle: str | None
+) -> Fitted:
     """Choose, cut and order the passages of a record.
 
     Args:

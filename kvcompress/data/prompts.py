@@ -1,4 +1,4 @@
-"""Prompts of published benchmarks as token ids: cut in the middle, wrapped in a chat template, parted at the question."""
+"""Prompts of published benchmarks as token ids: middle truncation, chat template, border of context and question."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from kvcompress.common.tokenization import begun, plain_ids, prompt_ids, with_offsets
+from kvcompress.data.thinking import start_answer
 
 TEMPLATES = ("auto", "chat", "none")
 
@@ -53,7 +56,7 @@ def cut_text(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
     Returns:
         the text, and the number of tokens cut out.
     """
-    ids = tokenizer(text, truncation=False)["input_ids"]
+    ids = prompt_ids(tokenizer, text)
     if len(ids) <= limit:
         return text, 0
     half = limit // 2
@@ -97,19 +100,24 @@ def build(
     if limit is not None and truncation == "text":
         text, cut = cut_text(tokenizer, text, limit)
     if kind == "chat":
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-    text += answer
-    encoded = tokenizer(text, add_special_tokens=kind == "none", return_offsets_mapping=hide)
-    ids = list(encoded["input_ids"])
+        chat = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = start_answer(tokenizer, text, answer)
+    else:
+        text += answer
+    offsets: list[tuple[int, int]] = []
+    if hide:
+        plain, offsets = with_offsets(tokenizer, text)
+    else:
+        plain = plain_ids(tokenizer, text)
+    ids = plain if kind == "chat" else begun(tokenizer, plain)
     border = len(ids)
     if hide:
         at = text.rfind(tail.strip())
         if at < 0:
             raise ValueError(f"question=hidden, but the question was cut: raise max_length above {limit}")
-        # special tokens have empty offsets
-        border = next(i for i, (start, end) in enumerate(encoded["offset_mapping"]) if end > at and end > start)
+        # a token without a place in the text has an empty offset
+        border = next(i for i, (start, end) in enumerate(offsets) if end > at and end > start) + len(ids) - len(plain)
     if limit is not None and truncation == "tokens" and len(ids) > limit:
         question = len(ids) - border
         if hide and question > limit - limit // 2:

@@ -1,12 +1,13 @@
-"""Questions of SQuAD and HotpotQA files with the documents that answer them, as RULER's qa tasks read them."""
+"""SQuAD and HotpotQA files: questions with the documents that answer them, as RULER's qa tasks read them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from kvcompress.data import jsonl
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,18 @@ def read_questions(path: Path, reader: str) -> tuple[tuple[Question, ...], tuple
         ValueError: no such file, no JSON, or other fields than those of the data set.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        questions, documents = (_squad if reader == "squad" else _hotpotqa)(data)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
+    data = jsonl.loads(text, f"cannot read {path}")
+    try:
+        questions, documents = (_squad if reader == "squad" else _hotpotqa)(data)
+        for number, question in enumerate(questions, 1):
+            where = f"question {number}"
+            jsonl.whole(question.query, "question", where)
+            jsonl.answers(question.answers, "answers", where)
+        for number, document in enumerate(documents, 1):
+            jsonl.whole(document, "context", f"document {number} in the order of their texts")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no {reader} file: {type(error).__name__} {error}") from error
     if not questions:

@@ -1,4 +1,4 @@
-"""What the reasoning tasks share: problems from JSON Lines or the Hub, long generations, pass@1.
+"""Base class of the reasoning tasks: problems from JSON Lines or the Hub, long generations, pass@1.
 
 The prompt is that of R-KV's evaluation (Zefan-Cai/R-KV d15c976, run_math.py). Its readme samples 64 answers at
 temperature 0.6 and top-p 0.95; its script decodes one greedily. Both are settings here, and which was used is in the
@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
-from kvcompress.data import grading, hub, jsonl, prompts
-from kvcompress.data.haystack import frame
+from kvcompress.data import grading, hub, jsonl, prompts, thinking
+from kvcompress.data.haystack import prompt_template
 from kvcompress.data.task import Sample, Task, Turn, merged, prefill
 from kvcompress.measure.measuring import PeakMemory
 
@@ -38,28 +38,6 @@ class Problem:
     id: str
     question: str
     gold: str
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON Lines file.
-
-    Raises:
-        ValueError: names the file and line that is none.
-    """
-    found = []
-    try:
-        lines = jsonl.lines(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is no JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path} line {number} is a {type(row).__name__}, not an object")
-        found.append(row)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,37 +103,39 @@ class Reasoning(Task):
         Raises:
             ValueError: no data, or a row without question or answer.
         """
-        source, rows = self._rows()
         found = []
-        for number, row in enumerate(rows):
-            where = f"sample {number} of {source}"
+        for number, (where, row) in enumerate(self._rows()):
             question, gold = row.get("question") or row.get("problem"), self.expected(row, where)
             for field, value in (("question (or problem)", question), ("answer", gold)):
                 if not value:
                     raise ValueError(f"{where} has no {field}; its fields: {', '.join(row) or 'none'}")
-            if not isinstance(question, str):
-                raise ValueError(f"{where}: question (or problem) must be text, found {type(question).__name__}")
+            question = jsonl.whole(question, "question (or problem)", where)
             found.append(Problem(f"{self.name}-{number}", question, gold))
         if not found:
-            raise ValueError(f"{source} holds no sample")
+            raise ValueError(f"{hub.Source(*self.hub, self.revision)} on the Hub holds no sample")
         return found
 
-    def _rows(self) -> tuple[str, list[dict[str, Any]]]:
-        """Where the data came from, and its rows."""
+    def _rows(self) -> list[tuple[str, dict[str, Any]]]:
+        """All rows, each with where it stands, for errors."""
+
+        def of_file(path: Path) -> list[tuple[str, dict[str, Any]]]:
+            return [(f"{path} line {number}", row) for number, row in jsonl.numbered(path)]
+
         if self.path:
-            return self.path, rows_of(Path(self.path))
+            return of_file(Path(self.path))
         file = Path(self.data) / "reasoning" / self.file if self.data else None
         if file is not None and file.is_file():
-            return str(file), rows_of(file)
+            return of_file(file)
         source = hub.Source(*self.hub, self.revision)
         try:
-            return f"{source} on the Hub", list(hub.fetch(source).rows)
+            rows = hub.fetch(source).rows
         except Exception as error:  # whatever the Hub's client raises without a network
             looked = file or "paths.data (not set)"
             raise ValueError(
                 f"no data for {self.name}: looked for {looked}, then for {source} on the Hub ({type(error).__name__}: "
                 f"{error}). Set task.path to a JSON Lines file, or paths.data to the folder of data sets"
             ) from None
+        return [(f"{source} on the Hub, row {number}", row) for number, row in enumerate(rows, 1)]
 
     def provenance(self) -> dict[str, Any]:
         path = Path(self.path) if self.path else Path(self.data or "") / "reasoning" / self.file
@@ -176,7 +156,7 @@ class Reasoning(Task):
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         encode = Encoder(tokenizer)
         for problem in self.problems():
-            wrap = frame(tokenizer, encode, PROMPT.format(question=problem.question), "", "", self.template)
+            wrap = prompt_template(tokenizer, encode, PROMPT.format(question=problem.question), "", "", self.template)
             prompt = (*wrap.head, *wrap.tail)
             text = tokenizer.decode(prompt, skip_special_tokens=False)
             yield Sample(
@@ -192,7 +172,7 @@ class Reasoning(Task):
                 },
                 meta={
                     **prompts.facts(tokenizer, prompt),
-                    "thinking": text.rstrip().endswith(grading.OPEN),  # the template opened it for the model
+                    "thinking": thinking.begins_thinking(tokenizer, text),  # the template opened it for the model
                 },
             )
 
@@ -253,14 +233,13 @@ class Reasoning(Task):
 
     def gold(self, sample: Sample) -> list[str] | None:
         right = f"Final answer: \\boxed{{{sample.turns[0].references[0]}}}"
-        return [grading.CLOSE + right if sample.meta["thinking"] else right] * self.k
+        return [right] * self.k
 
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
         """pass@1 over the answers, and shares of those without a final answer and of those cut off at the limit."""
-        gold, thinking = sample.turns[0].references[0], bool(sample.meta["thinking"])
+        gold = sample.turns[0].references[0]
         judged = [
-            grading.judge(gold, text, end == "stop", thinking)
-            for text, end in zip(out["text"], out["finished"], strict=True)
+            grading.grade(gold, text, end == "stop") for text, end in zip(out["text"], out["finished"], strict=True)
         ]
         return {
             "score": fmean(one.right for one in judged),

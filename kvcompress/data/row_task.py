@@ -1,4 +1,4 @@
-"""What tasks share whose samples are rows of a published JSON Lines file, each with a prompt of its own."""
+"""Base class of tasks whose samples are rows of a published JSON Lines file, one prompt per row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcompress.data.task import Sample, Task, Turn
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowPrompt:
     """One row as a prompt: `text` ends with `tail`, the question; `prefix` starts the answer after any wrapper."""
 
     text: str
@@ -24,7 +24,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsTask(Task):
+class RowTask(Task):
     """Rows of one file.
 
     Attributes:
@@ -58,7 +58,7 @@ class RowsTask(Task):
         """What the file may be called, without its ending; a part of it may end in `_first<n>`."""
 
     @abstractmethod
-    def ask(self, row: Mapping[str, Any], where: str) -> Asked:
+    def row_prompt(self, row: Mapping[str, Any], where: str) -> RowPrompt:
         """The prompt of a row, `where` it stands for errors."""
 
     def hub(self) -> hub.Source | None:
@@ -105,14 +105,18 @@ class RowsTask(Task):
         return " or ".join(f"{name}.jsonl" for name in self.names())
 
     def rows(self) -> Sequence[dict[str, Any]]:
-        """All rows, in the order of the file.
+        """All rows, in the order of the file; raises as `located`."""
+        return [row for _, row in self.located()]
+
+    def located(self) -> Sequence[tuple[str, dict[str, Any]]]:
+        """All rows, each with where it stands, for errors.
 
         Raises:
             ValueError: a broken or incomplete file, or no data where it was looked for.
         """
         path = self.file()
         if path is not None:
-            return jsonl.read(path, self.fields)
+            return [(f"{path} line {number}", row) for number, row in jsonl.numbered(path, self.fields)]
         looked = f"{self.data}/{self.folder}" if self.data else "paths.data (not set)"
         text, cause = f"no data for {self.name}: looked for {self._wanted()} in {looked}", None
         source = self.hub()
@@ -122,20 +126,21 @@ class RowsTask(Task):
             except Exception as error:  # whatever the Hub's client raises without a network
                 text, cause = f"{text}, then for {source} on the Hub ({type(error).__name__}: {error})", error
             else:
-                rows = enumerate(map(self.from_hub, fetched))
-                return [jsonl.check(row, self.fields, f"{source} row {number + 1}") for number, row in rows]
+                places = [f"{source} row {number}" for number in range(1, len(fetched) + 1)]
+                rows = zip(places, map(self.from_hub, fetched), strict=True)
+                return [(where, jsonl.check(row, self.fields, where)) for where, row in rows]
         raise ValueError(f"{text}. Set paths.data or task.source") from cause
 
     def from_hub(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row of the Hub's data set in the fields of the published files."""
         return row
 
-    def asked(self) -> Iterator[tuple[dict[str, Any], Asked]]:
+    def row_prompts(self) -> Iterator[tuple[dict[str, Any], RowPrompt]]:
         """Every row with its prompt."""
-        for number, row in enumerate(self.rows()):
-            where = f"{self.name} row {number + 1}"
+        for number, (where, row) in enumerate(self.located()):
             try:
-                asked = self.ask(row, where)
+                asked = self.row_prompt(row, where)
+                jsonl.identifier(row.get("_id"), number, where)
                 self.about(row)
             except (TypeError, AttributeError, LookupError) as error:  # fields of another type than is published
                 raise ValueError(f"{where}: not a row of this data set ({type(error).__name__}: {error})") from error
@@ -143,7 +148,7 @@ class RowsTask(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Which data; every row is made a prompt, so that bad ones are refused before a model is loaded."""
-        rows = sum(1 for _ in self.asked())
+        rows = sum(1 for _ in self.row_prompts())
         return {"data": self.provenance()["data"].removeprefix("file:"), "records": rows}
 
     def provenance(self) -> dict[str, Any]:
@@ -165,7 +170,7 @@ class RowsTask(Task):
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         hide, limit = self.question == "hidden", self.limit(tokenizer)
-        for number, (row, asked) in enumerate(self.asked()):
+        for number, (row, asked) in enumerate(self.row_prompts()):
             prompt = prompts.build(
                 tokenizer, asked.text, asked.tail, self.template, limit, "text", hide, answer=asked.prefix
             )

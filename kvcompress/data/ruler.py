@@ -1,4 +1,4 @@
-"""RULER's synthetic texts (Hsieh et al., COLM 2024, arXiv 2404.06654; rules of NVIDIA/RULER c3f5e3b, written anew).
+"""RULER's text generators (Hsieh et al., COLM 2024, arXiv 2404.06654; rules of NVIDIA/RULER c3f5e3b, written anew).
 
 A writer makes one prompt from a random generator and a number of units of hay (lines, words, documents); the same
 generator state and number give the same text, and one more unit makes it longer. `largest` finds how many fit.

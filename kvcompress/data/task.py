@@ -1,4 +1,4 @@
-"""What a task is: samples as token ids, a way to run one sample in a session, and a score between 0 and 1.
+"""Base class of a task: samples as token ids, `run` for one sample in a session, `score` between 0 and 1.
 
 A task imports neither methods nor transformers; it talks to the session (`prefill`, `append`, `generate`, `report`) and
 to the tokenizer it is handed. What it returns are plain values that go into a record as they are.
@@ -110,7 +110,11 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, sample: Sample, out: dict[str, Any]) -> dict[str, float]:
-        """At least `{"score": 0..1}` from what `run` returned (`out["text"]`: one string per turn)."""
+        """At least `{"score": 0..1}` from what `run` returned, with `out["text"]`: one answer per turn.
+
+        An answer is what stands behind a thinking part, and "" where the output ended inside one; the whole text with its
+        marks goes into the record.
+        """
 
     def gold(self, sample: Sample) -> list[str] | None:
         """A right answer to each turn, as `score` gets it in `out["text"]`; None where no text is right or wrong."""
@@ -150,6 +154,10 @@ class Task(ABC):
         """The fields that make up this task, without seed and data folder."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("seed", "data")}
 
+    def stated_lengths(self) -> tuple[int, ...]:
+        """Tokens that prompts are made to have, for headings; empty where the data says how long they are."""
+        return tuple(getattr(self, "lengths", ()))
+
     def effort(self, sample: Sample) -> tuple[float, float]:
         """How often `run` prefills the sample's prompt and decodes its answer, rows of a batch counted: for estimates."""
         return 1.0, 1.0
@@ -181,7 +189,7 @@ class Task(ABC):
                 start = time.perf_counter()
                 session.cache = held.fork() if order == "independent" and number < last else held
                 if number and answers[-1].finished[0] == "stop":
-                    session.cache.pending = None
+                    session.cache.keep_pending(None)
                 if turn.ids:
                     ids = torch.tensor([turn.ids], device=device)
                     if number and sample.protocol.get("question") == "seen":

@@ -1,56 +1,59 @@
-"""Extra passes: inputs a scorer has run against the un-evicted cache when a prompt is in, observed and not stored.
+"""Auxiliary forwards: a scorer's extra inputs, run against the un-evicted cache when a prompt is in (KVzip).
 
-Each row of the batch has passes of its own, run alone, so that it gets what it gets without its neighbours. A pass sees
-the cache through layers that hold one row's copy, with the pass's tokens behind it, while that layer's attention runs
-and nothing afterwards: the cache itself is never written, and memory grows by a layer, not by a cache. What is kept of
-a pass is the strongest attention each key got, beside the keys.
+They are observed and not stored. Each row of the batch has inputs of its own, run alone, so that it gets what it gets
+without its neighbours. An input sees the cache through layers that hold one row's copy, with the input's tokens behind
+it, while that layer's attention runs and nothing afterwards: the cache itself is never written, and memory grows by a
+layer, not by a cache. What is kept is the strongest attention each key got, beside the keys.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.encoding import BESIDE
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore, Store
-from kvcompress.kernels.blockwise import ALL, Features, blocks, softmax_block, units, visible
+from kvcompress.cache.sequence import SequenceState
+from kvcompress.hook.run_stats import RunStats
+from kvcompress.hook.runner import ForwardRequest, ForwardRunner
+from kvcompress.kernels.blockwise import ALL, AttentionParams, blocks, softmax_block, units, visible
+from kvcompress.method import Method, Needs
+from kvcompress.method.parts import Parts
 from kvcompress.method.view import Pass
 from kvcompress.models import compat
-
-if TYPE_CHECKING:
-    from kvcompress.hook.model_hooks import Hooks
 
 Tensor = torch.Tensor
 
 LEAST = torch.finfo(torch.float32).tiny  # an attention that rounds to nothing: 0 says that no pass has observed the key
 
 
-class PassLayer(CompressedLayer):
+class AuxiliaryLayer(CompressedLayer):
     """One row of a layer as a pass sees it; holds a copy while attention runs, then notes what it saw and lets go."""
+
+    observing_only = True
 
     def __init__(self, cache: CompressedCache, source: CompressedLayer, row: int, of: Pass):
         super().__init__(cache, source.index)
         self.source, self.row, self.of, self.seen = source, row, of, source.seen
-        self.sealed, self.device, self.dtype = source.sealed, source.device, source.dtype
-        chosen = {name: value[row : row + 1] for name, value in source.codec_state.items()}
-        self.codec_state = chosen
+        self.device = source.device
 
     @property
     def length(self) -> int:
         return self.source.length if self.store is None else self.store.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.store, blocks = one_row(self.source.held(), self.row), self.source.blocks
-        self.blocks = None if blocks is None else blocks.select_rows(torch.tensor([self.row]))
+        self.store = one_row(self.source.held(), self.row)
+        self.encoding = self.source.encoding.select(self.context, torch.tensor([self.row]))
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def observe(self, q: Tensor, features: Features, forward: Forward) -> None:
+    def observe(self, q: Tensor, features: AttentionParams, forward: Forward) -> None:
         """Raise what the observed keys have got to their strongest attention in this pass, `q [1, H, n, D]`."""
         asked = forward.on("positions", q.device)
         got, inside = strongest(q, self.keys_values()[0], self.positions(), asked, self.of, features)
@@ -62,7 +65,7 @@ class PassLayer(CompressedLayer):
         mine.copy_(torch.where(inside[0], torch.maximum(mine, got[0].clamp(min=LEAST)), mine))
         if not isinstance(store, DenseStore):
             store.put("passes", noted)
-        self.store = self.fresh = self.blocks = None
+        self.store = self.current_kv = self.encoding.groups = None
 
 
 def one_row(store: Store, row: int) -> Store:
@@ -76,7 +79,7 @@ def one_row(store: Store, row: int) -> Store:
 
 
 def strongest(
-    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: Features
+    q: Tensor, keys: Tensor, positions: Tensor, asked: Tensor, of: Pass, features: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """The strongest attention that held keys get from the queries of a pass, over query heads and queries, in float32.
 
@@ -114,58 +117,72 @@ def strongest(
     return found.masked_fill(~inside, 0.0), inside
 
 
-def plan(session: Hooks, cache: CompressedCache, forward: Forward, ids: Tensor | None) -> None:
-    """Note what is being fed, and which passes follow when it is in: `forward.passes`.
+class MethodInUse(Protocol):
+    """The runtime of a session's method, as far as auxiliary forwards depend on it."""
 
-    Raises:
-        ValueError: embeddings instead of ids, or passes that do not fit the model's positions.
-    """
-    compressor = session.compressor
-    if not compressor.needs.extra_passes or forward.phase == "pass":
-        return
-    name = type(session.method).__name__
-    if ids is None or ids.dim() != 2:
-        raise ValueError(f"{name} repeats the prompt to the model: give input_ids, not inputs_embeds")
-    state, known = cache.full_layers[0].state, ids.long()
-    if forward.real is not None:
-        known = known.masked_fill(~forward.on("real", ids.device), -1)
-    if "ids" in state:
-        known = torch.cat([state["ids"], known.to(state["ids"].device)], dim=1)
-    passed = state.get("passed", torch.zeros(len(known), 1, dtype=torch.long))
-    if forward.phase == "prompt" and cache.cap is not None and compressor.parts.schedule.prompt:
-        assert cache.real is not None and compressor.parts.scorer is not None
-        passed, limit = passed.clone(), compat.max_positions(session.model)
-        for row in (cache.real > cache.cap).nonzero().squeeze(1).tolist():
-            tokens = known[row][known[row] >= 0].cpu()
-            for of in compressor.parts.scorer.passes(tokens, session.tokenizer, int(passed[row])):
-                if limit is not None and len(tokens) + len(of.ids) > limit:
-                    raise ValueError(
-                        f"{name} needs {len(of.ids)} positions behind a prompt of {len(tokens)} tokens for a pass over "
-                        f"{of.last - of.first} of them, and the model has {limit}: shorten the prompt, or lower `chunk`"
-                    )
-                forward.passes.append((row, of))
-            passed[row] = len(tokens)
-    state["ids"], state["passed"] = known, passed
+    method: Method
+    parts: Parts
+    needs: Needs
+    stats: RunStats
 
 
-@torch.no_grad()
-def run(session: Hooks, cache: CompressedCache, forward: Forward) -> None:
-    """Run the passes that were planned for this prompt. Their time is time spent compressing."""
-    if not forward.passes:
-        return
-    following = _next_rotation(forward, len(cache.real) if cache.real is not None else 1)
-    base, device = compat.base_model(session.model), session.model.device
-    phase, real = session._phase, session._real
-    session._phase, session._real = "pass", None
-    try:
-        with session.compressor.clock.running(device):
-            for row, of in forward.passes:
-                ids = of.ids.to(device)[None]
-                at = torch.arange(ids.shape[1], device=device)[None] + following[row]
-                base(input_ids=ids, cache=_seen_by_row(cache, row, of), position_ids=at, use_cache=True)
-    finally:
-        session._phase, session._real = phase, real
-        session.cache = cache
+class AuxiliaryForwards:
+    """Plans a scorer's extra inputs when a prompt is fed, and runs them when it is in."""
+
+    def __init__(self, model: PreTrainedModel, in_use: MethodInUse, tokenizer: Any, runner: ForwardRunner) -> None:
+        self._model, self._in_use, self._tokenizer, self._runner = model, in_use, tokenizer, runner
+
+    def plan(self, cache: CompressedCache, forward: Forward, tokens: Tensor) -> None:
+        """Note the ids that are fed, and the inputs that follow when they are in: `forward.passes`.
+
+        Args:
+            tokens: what is fed, ids `[B, n]` or embeddings `[B, n, hidden]`.
+
+        Raises:
+            ValueError: embeddings instead of ids, or inputs that do not fit the model's positions.
+        """
+        in_use = self._in_use
+        if not in_use.needs.extra_passes or forward.phase == "pass":
+            return
+        name = type(in_use.method).__name__
+        if tokens.dim() != 2:
+            raise ValueError(f"{name} repeats the prompt to the model: give input_ids, not inputs_embeds")
+        state, known = cache.sequence, tokens.long()
+        if forward.real is not None:
+            known = known.masked_fill(~forward.on("real", tokens.device), -1)
+        if state.fed is not None:
+            known = torch.cat([state.fed, known.to(state.fed.device)], dim=1)
+        passed = torch.zeros(len(known), 1, dtype=torch.long) if state.passed is None else state.passed
+        if forward.phase == "prompt" and cache.cap is not None and in_use.parts.schedule.prompt:
+            assert cache.real is not None and in_use.parts.scorer is not None
+            passed, limit = passed.clone(), compat.max_positions(self._model)
+            for row in (cache.real > cache.cap).nonzero().squeeze(1).tolist():
+                ids = known[row][known[row] >= 0].cpu()
+                for of in in_use.parts.scorer.passes(ids, self._tokenizer, int(passed[row])):
+                    if limit is not None and len(ids) + len(of.ids) > limit:
+                        raise ValueError(
+                            f"{name} needs {len(of.ids)} positions behind a prompt of {len(ids)} tokens for a pass over "
+                            f"{of.last - of.first} of them, and the model has {limit}: shorten the prompt, or lower `chunk`"
+                        )
+                    forward.passes.append((row, of))
+                passed[row] = len(ids)
+        cache.note_fed(known, passed)
+
+    @torch.no_grad()
+    def run(self, cache: CompressedCache, forward: Forward) -> None:
+        """Run the inputs that were planned for this prompt. Their time is time spent compressing."""
+        if not forward.passes:
+            return
+        following = _next_rotation(forward, len(cache.real) if cache.real is not None else 1)
+        base, device = compat.base_model(self._model), self._model.device
+        try:
+            with self._runner.requesting(ForwardRequest("pass")), self._in_use.stats.clock.running(device):
+                for row, of in forward.passes:
+                    ids = of.ids.to(device)[None]
+                    at = torch.arange(ids.shape[1], device=device)[None] + following[row]
+                    base(input_ids=ids, cache=_seen_by_row(cache, row, of), position_ids=at, use_cache=True)
+        finally:
+            self._runner.cache = cache
 
 
 def _next_rotation(forward: Forward, batch: int) -> list[int]:
@@ -178,19 +195,18 @@ def _next_rotation(forward: Forward, batch: int) -> list[int]:
 
 def _seen_by_row(cache: CompressedCache, row: int, of: Pass) -> CompressedCache:
     """A cache that reads one row of another and keeps nothing."""
-    assert cache.real is not None
     chosen = torch.tensor([row])
-    reading = CompressedCache([], cache.codec, True, cache.rotations)
-    for layer in cache.layers:
-        if isinstance(layer, CompressedLayer):
-            reading.layers.append(PassLayer(reading, layer, row, of))
-        else:  # sliding window: a copy of the row, whose own keys the pass pushes out
-            windowed: Any = copy.copy(layer)
-            windowed.batch_select_indices(chosen.to(windowed.keys.device))
-            reading.layers.append(windowed)
-    reading.real = cache.real[chosen]
-    reading.columns = None if cache.columns is None else cache.columns[chosen]
-    reading.owner, reading.model, reading.turns = cache.owner, cache.model, cache.turns
-    reading.latents = cache.latents
-    reading.shift = None if cache.shift is None else cache.shift[chosen]
-    return reading
+
+    def layers(reading: CompressedCache) -> list[Any]:
+        found: list[Any] = []
+        for layer in cache.layers:
+            if isinstance(layer, CompressedLayer):
+                found.append(AuxiliaryLayer(reading, layer, row, of))
+            else:  # sliding window: a copy of the row, whose own keys the pass pushes out
+                windowed: Any = copy.copy(layer)
+                windowed.batch_select_indices(chosen.to(windowed.keys.device))
+                found.append(windowed)
+        return found
+
+    one, spec = cache.sequence.select(chosen), replace(cache.spec, limited=True)
+    return CompressedCache(spec, layers, SequenceState(real=one.real, columns=one.columns, shift=one.shift))

@@ -1,4 +1,4 @@
-"""The decoding loop of a session: its stop rules and timing points are ours, whatever the release of transformers."""
+"""Decoding loop of a session: sampling, stop rules and timing points, independent of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Generation:
 
     Attributes:
         tokens: per row, without the stop token.
-        finished: per row, "stop" or "length".
+        finished: per row, "stop" or "length"; "nan" where its logits were not numbers, which ends a row of several.
         step_s: seconds of each decode forward, device work included.
         pending: LongTensor `[B, 1]`, the last token picked for each row, which no forward has seen yet.
     """
@@ -64,15 +64,17 @@ def generate(
     watch: Callable[[], None] | None = None,
     min_new_tokens: int = 0,
     until: Callable[[list[int]], bool] | None = None,
+    on_logits: Callable[[int, Tensor], None] | None = None,
 ) -> Generation:
     """Decode from `logits [B, V]` with `step(ids [B, 1], real [B] or None) -> logits`.
 
     The last picked token of each row is not fed: the cache holds exactly the tokens before it. A finished row goes on
     as padding, which gets no position. `watch` is called after every step, outside of what is timed. `until` is asked
     with a row's tokens so far and ends the row with "stop"; the token that made it true is kept.
+    `on_logits` gets a token's number and the logits it is picked from.
 
     Raises:
-        ValueError: for settings outside their range.
+        ValueError: for settings outside their range, or where the logits of every row have become NaN.
     """
     check_sampling(max_new_tokens, temperature, top_p, top_k)
     batch, stops = logits.shape[0], set(stop)
@@ -83,11 +85,19 @@ def generate(
     alive = torch.ones(batch, dtype=torch.bool)
     last = torch.zeros(batch, 1, dtype=torch.long, device=logits.device)
     for number in range(max_new_tokens):
+        if on_logits is not None:
+            on_logits(number, logits)
         if number < min_new_tokens and stops:
             logits = logits.index_fill(1, torch.tensor(sorted(stops), device=logits.device), float("-inf"))
-        tokens = pick(logits, temperature, top_p, top_k, generator)
+        bad = logits.isnan().any(-1)
+        sound = logits if temperature == 0.0 else logits.masked_fill(bad[:, None], 0.0)
+        tokens = pick(sound, temperature, top_p, top_k, generator).masked_fill(bad, -1)
         for row, token in enumerate(tokens.tolist()):
             if not alive[row]:
+                continue
+            if token < 0:
+                alive[row] = False
+                result.finished[row] = "nan"
                 continue
             last[row] = token
             if token in stops:
@@ -98,10 +108,12 @@ def generate(
                 if until is not None and until(result.tokens[row]):
                     alive[row] = False
                     result.finished[row] = "stop"
+        if all(how == "nan" for how in result.finished):
+            raise ValueError(f"the logits of {'every row' if batch > 1 else 'the model'} are NaN after {number} tokens")
         if not bool(alive.any()) or number == max_new_tokens - 1:
             break
         start = time.perf_counter()
-        logits = step(tokens[:, None], None if bool(alive.all()) else alive)
+        logits = step(tokens.clamp(min=0)[:, None], None if bool(alive.all()) else alive)
         if logits.device.type == "cuda":
             torch.cuda.synchronize(logits.device)
         result.step_s.append(time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""Several sessions whose decode steps run as rows of one ragged batch, so that the weights are read once for all.
+"""Joint decoding: steps of several sessions run as rows of one ragged batch, so that the weights are read once.
 
 Each job runs in a thread of its own, and one thread runs at a time: a job goes on until it asks for work of the model,
 and once all of them ask for a decode step, one forward answers them all. Work of the model is done in the thread that
@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -29,10 +29,10 @@ from kvcompress.method.parts import Prefilled
 
 logger = logging.getLogger(__name__)
 Tensor = torch.Tensor
-Job = tuple[Method, Callable[[Session], Any]]
+Job = tuple[Method, Callable[["BatchedSession"], Any]]
 
 
-def cannot_join(method: Method) -> str | None:
+def unsupported_reason(method: Method) -> str | None:
     """Why the decode steps of this method cannot be rows of a batch with others', or None if they can."""
     parts = method.parts()
     if method.limited and parts.schedule.in_decode:
@@ -48,7 +48,7 @@ class Cancelled(BaseException):
     """Ends a job's thread where the whole run has been given up."""
 
 
-class Baton:
+class Handoff:
     """A job in its thread. Exactly one side runs: the job between `resume` and its next request, or the caller."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -73,11 +73,11 @@ class Baton:
             self.request, self.ended = None, True
             self._back.release()
 
-    def ask(self, kind: str, what: Any) -> Any:
+    def ask(self, kind: str, work: Any) -> Any:
         """From the job's thread: wait until the request is answered."""
         if self._cancelled:
             raise Cancelled
-        self.request = (kind, what)
+        self.request = (kind, work)
         self._back.release()
         self._go.acquire()
         if self._cancelled:
@@ -105,54 +105,71 @@ class Baton:
         self._thread.join()
 
 
-class Member(Session):
-    """A session whose work of the model is done by the thread that runs all of them."""
+class BatchedSession:
+    """A job's session: its forwards run in the thread that drives all jobs, its decode steps as a row of the batch."""
 
-    baton: Baton
+    handoff: Handoff
 
     def __init__(self, batch: Batch, method: Method, shared: SharedPrefill | None):
-        super().__init__(batch.model, method, batch.kernel, shared=shared)
         self.batch = batch
+        self.session = Session(batch.model, method, batch.kernel, shared=shared, step=self._ask_step, attach=False)
 
-    def __enter__(self) -> Self:
-        self._rotations, self._open = None, True
-        return self
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.session.model
 
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        self.batch.detach()
-        super().__enter__()
-        try:
-            yield
-        finally:
-            self._detach()
-            self._open = True
+    @property
+    def method(self) -> Method:
+        return self.session.method
 
-    def _elsewhere(self, work: Callable[[], Any]) -> Any:
-        return self.baton.ask("call", work)
+    @property
+    def tokenizer(self) -> Any:
+        return self.session.tokenizer
+
+    @property
+    def full_layers(self) -> list[int]:
+        return self.session.full_layers
+
+    @property
+    def cache(self) -> CompressedCache | None:
+        return self.session.cache
+
+    @cache.setter
+    def cache(self, cache: CompressedCache | None) -> None:
+        self.session.cache = cache
 
     def prefill(self, *args: Any, **kwargs: Any) -> Prefilled:
-        return self._elsewhere(lambda: super(Member, self).prefill(*args, **kwargs))
+        return self._elsewhere(lambda: self.session.prefill(*args, **kwargs))
 
     def append(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._elsewhere(lambda: super(Member, self).append(*args, **kwargs))
-
-    def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
-        return self.baton.ask("step", ids)
+        return self._elsewhere(lambda: self.session.append(*args, **kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Generation:
         try:
-            return super().generate(*args, **kwargs)
+            return self.session.generate(*args, **kwargs)
         finally:
-            self._elsewhere(lambda: self.batch.leave(self))
+            self.handoff.ask("call", lambda: self.batch.leave(self))
 
-    def _forward(self, phase: str, ids: Tensor, mask: Tensor | None, every: bool = False) -> Tensor:
-        with self._attached():
-            return super()._forward(phase, ids, mask, every)
+    def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
+        return self.session.step(ids, real)
 
-    def solo(self, ids: Tensor) -> Tensor:
+    def report(self, row: int | None = None, kept_map: bool = False) -> dict[str, Any]:
+        return self.session.report(row, kept_map)
+
+    def decode_alone(self, ids: Tensor) -> Tensor:
         """A decode step of this session alone."""
-        return self._forward("decode", ids, None)
+        self.batch.detach()
+        return self.session.forward("decode", ids)
+
+    def _elsewhere(self, work: Callable[[], Any]) -> Any:
+        def unhooked() -> Any:  # each forward of the session hooks the model for itself
+            self.batch.detach()
+            return work()
+
+        return self.handoff.ask("call", unhooked)
+
+    def _ask_step(self, ids: Tensor, real: Tensor | None) -> Tensor:
+        return self.handoff.ask("step", ids)
 
 
 class Batch:
@@ -161,21 +178,20 @@ class Batch:
     def __init__(self, model: PreTrainedModel, kernel: str, mass: bool = False) -> None:
         self.model, self.kernel = model, kernel
         self.host = Session(model, Method(), "blockwise" if mass else kernel)
-        self.rows: list[Member | None] = []
+        self.rows: list[BatchedSession | None] = []
         self.cache: CompressedCache | None = None
         self.lives: list[int] = []  # steps that each row took part in
         self.together = self.steps = 0
         self.broken = False  # a joint step failed: from then on each takes its own
         self._before: list[Tensor] = []
         self._logits: list[Tensor | None] = []
-        self._attached = False
+        self._attached, self._open = False, ExitStack()
 
     def detach(self) -> None:
-        if self._attached:
-            self.host.__exit__(None, None, None)
-            self._attached = False
+        self._open.close()
+        self._attached = False
 
-    def step(self, asked: Sequence[tuple[Member, Tensor]]) -> list[Tensor]:
+    def step(self, asked: Sequence[tuple[BatchedSession, Tensor]]) -> list[Tensor]:
         """Logits `[1, V]` for each member's next token `[1, 1]`."""
         members = [member for member, _ in asked]
         # rows that have ended ride along, while they are the fewer
@@ -184,7 +200,7 @@ class Batch:
             if len(asked) > 1:
                 self._gather(members)
         if not self.rows:
-            return [members[0].solo(asked[0][1])]
+            return [members[0].decode_alone(asked[0][1])]
         place = {member: row for row, member in enumerate(self.rows) if member is not None}
         device = self.model.device
         ids = torch.zeros(len(self.rows), 1, dtype=torch.long, device=device)
@@ -203,10 +219,10 @@ class Batch:
 
     def _attach(self) -> None:
         if not self._attached:
-            self.host.__enter__()
+            self._open.enter_context(self.host)
             self._attached = True
 
-    def _gather(self, members: Sequence[Member]) -> None:
+    def _gather(self, members: Sequence[BatchedSession]) -> None:
         self._attach()
         self.cache = cache = self.host.new_cache()
         caches = [member.cache for member in members]
@@ -216,11 +232,11 @@ class Batch:
         for index, layer in enumerate(cache.layers):
             held = [c.layers[index] for c in caches if c is not None]
             assert isinstance(layer, CompressedLayer)
-            layer.gather([one for one in held if isinstance(one, CompressedLayer)])
+            layer.concat_rows([one for one in held if isinstance(one, CompressedLayer)])
             self._before.append(layer.counts.clone())
-        cache.real = torch.cat([c.real for c in caches if c is not None and c.real is not None])
+        cache.advance(None, torch.cat([c.real for c in caches if c is not None and c.real is not None]))
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: BatchedSession) -> None:
         """Put what a row has decoded into its session's cache."""
         if member not in self.rows or self.cache is None or member.cache is None:
             return
@@ -244,12 +260,12 @@ class Batch:
             own.seen += new
         cache = member.cache
         assert cache.real is not None
-        cache.real = cache.real + new
-        cache.logits = self._logits[row]
+        cache.advance(None, torch.full_like(cache.real, new))
+        cache.keep_logits(self._logits[row], cache.pending)
         cache.note_kept()
-        member.compressor.kernels |= self.host.compressor.kernels
+        member.session.compressor.stats.merge(self.host.compressor.stats.kernels)
 
-    def fall_apart(self) -> None:
+    def abort(self) -> None:
         """Give every row back to its session for good."""
         self.broken = True
         self.dissolve()
@@ -279,63 +295,63 @@ def decode_together(
         raise ValueError("rows can be put together only where every layer is a full-attention layer")
     batch = Batch(model, kernel, shared.needs.mass)
     results: list[Any] = [None] * len(jobs)
-    members: dict[int, Member] = {}
+    members: dict[int, BatchedSession] = {}
     for number, (method, _) in enumerate(jobs):
         try:
-            members[number] = Member(batch, method, shared)
+            members[number] = BatchedSession(batch, method, shared)
         except Exception as error:  # a method that has no data for this model, say
             results[number] = error
     for number, member in members.items():
-        member.baton = Baton(lambda member=member, job=jobs[number][1]: _in_session(member, job))  # type: ignore[misc]
+        member.handoff = Handoff(lambda member=member, job=jobs[number][1]: _in_session(member, job))  # type: ignore[misc]
     try:
         _turns(batch, list(members.values()))
     finally:
         for member in members.values():
-            if not member.baton.ended:
-                member.baton.cancel()
+            if not member.handoff.ended:
+                member.handoff.cancel()
         batch.detach()
     for number, member in members.items():
-        results[number] = member.baton.result if member.baton.error is None else member.baton.error
+        results[number] = member.handoff.result if member.handoff.error is None else member.handoff.error
     return results, batch.together / max(1, batch.steps)
 
 
-def _in_session(member: Member, job: Callable[[Session], Any]) -> Any:
-    with member:
+def _in_session(member: BatchedSession, job: Callable[[BatchedSession], Any]) -> Any:
+    with member.session:
         return job(member)
 
 
-def _turns(batch: Batch, members: Sequence[Member]) -> None:
+def _turns(batch: Batch, members: Sequence[BatchedSession]) -> None:
     while True:
         for member in members:
-            if not member.baton.ended and member.baton.request is None:
-                member.baton.resume()
-        asking = [member for member in members if member.baton.request is not None]
+            if not member.handoff.ended and member.handoff.request is None:
+                member.handoff.resume()
+        asking = [member for member in members if member.handoff.request is not None]
         if not asking:
             return
-        calls = [member for member in asking if member.baton.request and member.baton.request[0] == "call"]
+        calls = [member for member in asking if member.handoff.request and member.handoff.request[0] == "call"]
         for member in calls:  # first, so that all come to their steps
-            _, work = member.baton.request  # type: ignore[misc]
+            _, work = member.handoff.request  # type: ignore[misc]
             try:
-                member.baton.answer(work())
+                member.handoff.answer(work())
             except Exception as error:
-                member.baton.refuse(error)
+                member.handoff.refuse(error)
         if calls:
             continue
-        _step(batch, [(member, member.baton.request[1]) for member in asking if member.baton.request])
+        _step(batch, [(member, member.handoff.request[1]) for member in asking if member.handoff.request])
 
 
-def _step(batch: Batch, asked: Sequence[tuple[Member, Tensor]]) -> None:
+def _step(batch: Batch, asked: Sequence[tuple[BatchedSession, Tensor]]) -> None:
     batch.steps += len(asked)
     if not batch.broken:
         try:
             for (member, _), logits in zip(asked, batch.step(asked), strict=True):
-                member.baton.answer(logits)
+                member.handoff.answer(logits)
             return
         except Exception as error:  # say, too little memory for all rows at once
             logger.warning("decoding together failed (%s: %s): each cell decodes alone", type(error).__name__, error)
-            batch.fall_apart()
+            batch.abort()
     for member, ids in asked:
         try:
-            member.baton.answer(member.solo(ids))
+            member.handoff.answer(member.decode_alone(ids))
         except Exception as error:
-            member.baton.refuse(error)
+            member.handoff.refuse(error)

@@ -1,117 +1,199 @@
-"""The hook layer: what a session puts into a model's forward and `generate`, and takes out again."""
+"""Forward pre-/post-hooks and the patched `generate` that route a model through a compressed cache."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
-import weakref
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
-from kvcompress.cache.forward import Forward, Fusing
-from kvcompress.cache.layer import CompressedLayer
-from kvcompress.cache.pages import PagedReader, check_host
 from kvcompress.hook import (
     attention,  # noqa: F401  (registers the attention function)
-    auxiliary,
+    model_generate,
 )
-from kvcompress.hook.compatibility import check_codec, check_tokenizer
+from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compression import Compressor
-from kvcompress.hook.static_decode import FixedCache
-from kvcompress.method import Method
-from kvcompress.models import compat, tokenizers
+from kvcompress.hook.planner import ForwardPlanner
+from kvcompress.hook.runner import ForwardRequest, ForwardRunner
+from kvcompress.hook.static_decode import StaticDecodeCache
+from kvcompress.models import compat
 
 Tensor = torch.Tensor
 
 
-class Hooks:
-    """One method attached to one model: every forward gets a compressed cache, phases and positions; undone on exit."""
+class ModelHooks:
+    """Attached, every forward of the model gets a compressed cache, a phase and positions; detached, it is as before."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, kernel: str = "auto", tokenizer: Any = None):
-        """Raises:
-        ValueError: for a model that cannot be supported, by name, before any work.
-        """
-        compat.check_model(model)
-        if not isinstance(method, Method):
-            raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
-        check_codec(model, method.parts().codec)  # before it is bound, which may take a measurement
-        method = method.ready(model)
-        self.tokenizer = tokenizers.tokenizer_of(model) if tokenizer is None else tokenizer
-        if self.tokenizer is not None:
-            method = method.for_tokenizer(self.tokenizer)
-        self.model, self.method = model, method
-        types = compat.layer_types(model)
-        self.full_layers = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        if not self.full_layers and method.limited:
-            raise ValueError(
-                f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
-            )
-        self.compressor = Compressor(method, len(self.full_layers), kernel)
-        check_tokenizer(self.compressor, self.tokenizer)
-        if self.compressor.needs.output:
-            self.compressor.projections = compat.output_projections(model)
-        self.notes = method.notes(model) if self.compressor.limited else []
-        self.cache: CompressedCache | None = None
-        self._phase: str | None = None
-        self._real: Tensor | None = None
-        self._fusion: Fusing | None = None  # of the forward to come
-        self.reuse_rotations: list[compat.Rotation] = []  # per layer, where the prefill reuses chunks
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compressor: Compressor,
+        runner: ForwardRunner,
+        planner: ForwardPlanner,
+        caches: CacheFactory,
+    ) -> None:
+        self.model, self._compressor = model, compressor
+        self._runner, self._planner, self._caches = runner, planner, caches
         self._outer: torch.nn.Module | None = None  # whose forward is running
         self._inner_due = False  # its base model is still to be called
-        self._undo: list[Any] = []
-        self._open = False
-        self._turns: list[compat.Rotation] | None = None  # how keys are turned back, where the codec wants to
+        self._chunked_prompt: int | None = None  # tokens of a prompt that generate() feeds in chunks
+        self._due = 0  # tokens that each layer has seen when it has run
+        self._undo: list[Callable[[], Any]] = []
+        self._guards: list[tuple[str, Callable[[], bool]]] = []  # what is checked before a forward, by name
 
     # ------------------------------------------------------------------ attaching
 
-    def __enter__(self) -> Self:
-        modules = {id(m): m for m in (self.model, compat.base_model(self.model))}.values()
-        if any(getattr(m, "_kvcompress_session", None) is not None for m in modules):
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._undo)
+
+    def attach(self) -> None:
+        """Hook the model.
+
+        Raises:
+            ValueError: another session's hooks are on it, or it does not work through ours; it is as before then.
+        """
+        marks = [vars(module).get("_kvcompress_session") for module in self._modules()]
+        if any(mark is not None and mark.is_attached for mark in marks):
             raise ValueError("this model is already being compressed by another session: leave its `with` block first")
-        self._rotations = (
-            compat.rotations(self.model) if self.method.compact_positions and self.compressor.limited else None
-        )
-        if self.compressor.needs.prerope:
-            self.compressor.rotations = self._rotations or compat.rotations(self.model)
-        if self.compressor.parts.prefill.needs_segments:
-            compat.check_reusable(self.model)
-            self.reuse_rotations = self.compressor.rotations or compat.rotations(self.model)
-        if (self.compressor.parts.codec.needs_rotation or self.compressor.reader.rank) and self._turns is None:
-            self._turns = compat.rotations(self.model)
-        for note in self.notes:
-            warnings.warn(note, stacklevel=2)
-        before = self.model.config._attn_implementation
+        self._caches.find_rotations()
         expected = None if compat.text_config(self.model).model_type in compat.VERIFIED else self._probe()
+        self._put()
         try:
-            for module in modules:
-                module.__dict__["_kvcompress_session"] = self
-                self._undo.append(functools.partial(module.__dict__.pop, "_kvcompress_session", None))
+            if expected is not None:
+                self._check_probe(expected)
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Take everything out of the model again."""
+        self._guards.clear()
+        while self._undo:
+            self._undo.pop()()
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks inside the block, whether or not they were there before it."""
+        if self.is_attached:
+            yield
+            return
+        self.attach()
+        try:
+            yield
+        finally:
+            self.detach()
+
+    def _modules(self) -> list[torch.nn.Module]:
+        # some heads run a decoder inside the base model, and some callers the base model: hook both, act once
+        return list({id(module): module for module in (self.model, compat.base_model(self.model))}.values())
+
+    def _put(self) -> None:
+        before = self.model.config._attn_implementation
+        try:
             self._undo.append(lambda: self.model.set_attn_implementation(before))
             self.model.set_attn_implementation(compat.ATTENTION)
             if compat.text_config(self.model)._attn_implementation != compat.ATTENTION:
                 raise ValueError(f"{self.model.config.model_type!r} does not let its attention implementation be set")
-            # some heads run a decoder inside the base model, and some callers the base model: hook both, act once
-            for module in modules:
-                self._undo.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+            for module in self._modules():
+                self._set(module, "_kvcompress_session", self)
+                self._set(module, "__deepcopy__", functools.partial(self._deepcopy, module))
+                pre = module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
                 after = module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
-                self._undo.append(after.remove)
+                self._undo += [pre.remove, after.remove]
+                self._guard_module(module, pre.id, after.id)
             if hasattr(self.model, "generate"):
-                own = {"generate": self.model.__dict__["generate"]} if "generate" in self.model.__dict__ else {}
-                self._undo.append(functools.partial(self.model.__dict__.update, own))
-                self._undo.append(functools.partial(self.model.__dict__.pop, "generate", None))
                 stock: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
-                self.model.__dict__["generate"] = functools.wraps(stock)(functools.partial(self._model_generate, stock))
-            self._open = True
-            if expected is not None:
-                self._check_probe(expected)
+                self._set(self.model, "generate", functools.wraps(stock)(functools.partial(self._generate, stock)))
+            for name in model_generate.BATCHING:
+                if hasattr(self.model, name):
+                    self._set(self.model, name, model_generate.refuse_batching(name))
+            self._guard_model()
         except BaseException:
-            self._detach()
+            self.detach()
             raise
-        return self
+
+    def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of the instance, until `detach` puts back what it had."""
+        had = {name: vars(module)[name]} if name in vars(module) else {}
+        self._undo.append(functools.partial(vars(module).update, had))
+        self._undo.append(functools.partial(vars(module).pop, name, None))
+        vars(module)[name] = value
+
+    def _deepcopy(self, module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy of the stock model: hooks and caches stay with the original."""
+        self.detach()
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            self._put()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model inside compress() cannot be pickled: save it outside of the `with` block")
+
+    # ------------------------------------------------------------------ what must stay as it was put
+
+    def _guard_module(self, module: torch.nn.Module, pre: int, after: int) -> None:
+        kind = type(module)
+        forward, stock = vars(module).get("forward"), kind.forward
+        compiled = getattr(module, "_compiled_call_impl", None)
+        self._guards += [
+            (
+                f"the hooks of its {kind.__name__}",
+                lambda: pre in module._forward_pre_hooks and after in module._forward_hooks,
+            ),
+            (
+                f"the forward of its {kind.__name__}",
+                lambda: vars(module).get("forward") is forward and kind.forward is stock,
+            ),
+            (f"the class of its {kind.__name__}", lambda: type(module) is kind),
+            (f"{kind.__name__}.compile()", lambda: getattr(module, "_compiled_call_impl", None) is compiled),
+        ]
+
+    def _guard_model(self) -> None:
+        model, config, base = self.model, self.model.config, compat.base_model(self.model)
+        generate, attend = vars(model).get("generate"), compat.registered_attention()
+        places, attends = _attention_places(base)
+        layers = compat.text_config(model).num_hidden_layers
+        self._guards += [
+            ("its layers", lambda: all(siblings.get(name) is child for siblings, name, child in places)),
+            (
+                "the attention of its layers",
+                lambda: all(
+                    part.config._attn_implementation == compat.ATTENTION and vars(part).get("forward") is forward
+                    for part, forward in attends
+                ),
+            ),
+            ("its configuration", lambda: model.config is config),
+            ("its number of layers", lambda: compat.text_config(model).num_hidden_layers == layers),
+            ("its base model", lambda: compat.base_model(model) is base),
+            ("its attention implementation", lambda: config._attn_implementation == compat.ATTENTION),
+            (
+                "its decoder's attention implementation",
+                lambda: compat.text_config(model)._attn_implementation == compat.ATTENTION,
+            ),
+            ("its generate", lambda: vars(model).get("generate") is generate),
+            (f"the attention registered as {compat.ATTENTION!r}", lambda: compat.registered_attention() is attend),
+        ]
+
+    def check_intact(self) -> None:
+        """Check that everything the hooks put in place, or rely on, is still there.
+
+        Raises:
+            ValueError: it is not; it names what was changed.
+        """
+        changed = [what for what, holds in self._guards if not holds()]
+        if changed:
+            raise ValueError(
+                f"the model was changed inside compress(): {', '.join(changed)}. It would no longer be compressed: change "
+                "it outside of the `with` block"
+            )
 
     @torch.no_grad()
     def _probe(self, cache: Any = None) -> list[Tensor]:
@@ -123,14 +205,12 @@ class Hooks:
 
     def _check_probe(self, expected: list[Tensor]) -> None:
         kind = self.model.config.model_type
-        self._phase = "append"
         try:
-            found = self._probe(self.new_cache())
+            with self._runner.requesting(ForwardRequest("append")):
+                found = self._probe(self._caches.new())
         except Exception as error:
             raise ValueError(f"cannot compress {kind!r}: its attention does not work with ours ({error})") from error
-        finally:
-            self._phase = None
-        self.cache = None
+        self._runner.cache = None
         scale = max(float(e.float().abs().max()) for e in expected)
         off = max(float((e.float() - f.float()).abs().max()) for e, f in zip(expected, found, strict=True)) / scale
         if not off < (1e-4 if expected[0].dtype == torch.float32 else 5e-2):
@@ -141,37 +221,26 @@ class Hooks:
             raise ValueError(
                 f"cannot compress {kind!r}: through our attention its output is off by {off:.1e} (relative)"
             )
-        warnings.warn(f"{kind!r} is not among the verified architectures; a probe of 7 tokens agrees", stacklevel=3)
+        warnings.warn(f"{kind!r} is not among the verified architectures; a probe of 7 tokens agrees", stacklevel=4)
 
-    def __exit__(self, *exc: object) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
-        self._open = False
-        while self._undo:
-            self._undo.pop()()
-
-    # ------------------------------------------------------------------ what the model's forward passes through
-
-    def new_cache(self) -> CompressedCache:
-        """An empty cache for this model and method."""
-        compressor = self.compressor
-        cache = CompressedCache([], compressor.parts.codec, compressor.limited, self._rotations)
-        cache.layers[:] = compat.new_layers(self.model, lambda i: CompressedLayer(cache, i))
-        cache.owner, cache.model, cache.turns = compressor, weakref.ref(self.model), self._turns
-        cache.latents = compat.holds_latents(self.model)
-        return cache
+    # ------------------------------------------------------------------ around a forward
 
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         named = compat.bound_arguments(module, args, kwargs)
-        inner = self._inner_due and module is not self._outer and self.cache is not None
-        if inner and named.get("cache") is self.cache:
+        current = self._runner.cache
+        inner = self._inner_due and module is not self._outer and current is not None
+        if inner and named.get("cache") is current:
             self._inner_due = False  # the base model inside the forward that was prepared already
             return None
-        if isinstance(named.get("cache"), FixedCache):  # a step that is described and noted by who takes it
+        if isinstance(named.get("cache"), StaticDecodeCache):  # a static step is planned and noted by who takes it
             return None
+        self.check_intact()
+        if self.model.training and torch.is_grad_enabled() and self.model.is_activation_checkpointing:
+            raise ValueError(
+                "gradient checkpointing drops the cache in training mode: call model.eval() before compressing"
+            )
         if named.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False leaves nothing to compress: drop it, or call the model outside compress()"
@@ -183,215 +252,78 @@ class Hooks:
         tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
         if tokens is None or tokens.shape[1] == 0 or tokens.shape[0] == 0:
             raise ValueError("the prompt is empty: give at least one token")
-        named["cache"] = cache = self._adopt(named.get("cache"))
+        named["cache"] = cache = self._caches.adopt(named.get("cache"))
         named["use_cache"] = True
-        unchanged = cache.real, cache.prompted, cache.cap, cache.columns, cache.closed, cache.shift
-        try:
-            forward = self._describe(cache, tokens, named.get("attention_mask"))
-            self._check_length(cache, forward)
-            if named.get("position_ids") is not None:
-                forward.rotated = named["position_ids"]
-            if self._turns is not None:
-                cache.note_shift(forward)
-            auxiliary.plan(self, cache, forward, named.get("input_ids"))
-        except ValueError:  # a refused forward leaves no trace
-            cache.real, cache.prompted, cache.cap, cache.columns, cache.closed, cache.shift = unchanged
-            raise
-        cache.forward = forward
+        request, seen = self._runner.request, cache.get_seq_length()
+        if request is None and 0 < seen == (self._chunked_prompt or 0) - tokens.shape[1]:
+            request = ForwardRequest("prompt")  # its last chunk, even of a single token
+        cache.begin(self._planner.plan(cache, tokens, named.get("attention_mask"), request, named.get("position_ids")))
         if cache.columns is not None and named.get("attention_mask") is None:
             named["attention_mask"] = cache.columns.to(tokens.device)
-        self.cache = cache
+        self._runner.cache = cache
         self._outer, self._inner_due = module, module is self.model
-        cache.broken = True  # until the forward has ended: an interrupt runs no hook
+        self._due = seen + tokens.shape[1]
         return (), named
-
-    def _adopt(self, cache: Any) -> CompressedCache:
-        """The cache of this forward: the caller's if it is ours, a new one in place of an empty one."""
-        if cache is None:
-            return self.new_cache()
-        if isinstance(cache, CompressedCache):
-            if cache.broken:
-                raise ValueError(
-                    "a failed forward left this cache half written: start again, or go on from a fork() made before"
-                )
-            if cache.model is None or cache.model() is not self.model:
-                raise ValueError("this cache was filled by another model: prefill it again in this session")
-            if cache.owner is not self.compressor:
-                if not isinstance(cache.owner, Compressor) or cache.owner.method != self.method:
-                    raise ValueError("this cache was made by another method: prefill it again in this session")
-                cache.owner = self.compressor
-            return cache
-        if compat.is_empty_dynamic(cache):
-            if not hasattr(cache, "_kvcompress"):
-                cache._kvcompress = self.new_cache()
-            return cache._kvcompress
-        raise ValueError(
-            f"a {type(cache).__name__} cannot be compressed: pass no cache, an empty DynamicCache, or one made by this "
-            "session"
-        )
-
-    def _describe(self, cache: CompressedCache, tokens: Tensor, mask: Tensor | None) -> Forward:
-        """Phase, padding and positions of the new columns."""
-        batch, length = tokens.shape[:2]
-        seen = cache.get_seq_length()
-        real = self._real
-        if real is None and mask is not None:
-            if mask.dim() != 2:
-                raise ValueError(
-                    f"attention_mask needs 2 dimensions [batch, tokens] under compress(), got {mask.dim()}"
-                )
-            if mask.shape[1] != seen + length:
-                raise ValueError(
-                    f"attention_mask covers {mask.shape[1]} tokens, the cache has seen {seen} and {length} are new: "
-                    f"give a mask of {seen + length}; to ask more of this cache, pass the new ids after the old ones"
-                )
-            real = mask[:, -length:].bool().cpu()
-        if real is not None and bool(real.all()):
-            real = None
-        before = cache.real if cache.real is not None else torch.zeros(batch, dtype=torch.long)
-        if len(before) != batch:
-            raise ValueError(f"the cache holds {len(before)} rows, the input has {batch}")
-        if real is None:
-            added = torch.full((batch,), length)
-            start = before[:1] if bool((before == before[0]).all()) else before
-            positions = start[:, None] + torch.arange(length)
-        else:
-            added = real.sum(1)
-            positions = torch.where(real, before[:, None] + real.long().cumsum(1) - 1, -1)
-        self._note_columns(cache, real, batch, length)
-        cache.real = before + added
-        phase = self._phase or ("prompt" if length > 1 or seen == 0 else "decode")
-        prefill = self.compressor.parts.prefill
-        if phase == "prompt" and self._phase is None and prefill.needs_segments:
-            raise ValueError(
-                f"prefill={prefill.name} reuses the segments of a prompt, and a plain model() or generate() call has none: "
-                "run the prompt with session.prefill([prefix, chunk, …, question]), then session.generate(); or use "
-                "prefill=oneshot"
-            )
-        if phase == "prompt":
-            self._check_host(batch, cache.real)
-            cache.prompted = cache.real
-            cache.cap = self.method.cap(cache.real) if self.compressor.limited else None
-        columns = torch.arange(seen, seen + length)[None]  # what transformers rotates by unless told otherwise
-        fires = self._read_tokens(cache, tokens, real, phase)
-        fusion = self._fusion if phase == "prompt" else None  # a scorer's extra passes are whole
-        return Forward(phase, length, real, positions.int(), added, columns, fires=fires, fusion=fusion)
-
-    def _read_tokens(self, cache: CompressedCache, tokens: Tensor, real: Tensor | None, phase: str) -> Tensor | None:
-        """Let the schedule read new tokens `[B, n]`: rows that must fire, bool `[B]`; rows that end are noted in `cache`.
-
-        Raises:
-            ValueError: embeddings were given where the schedule needs ids.
-        """
-        schedule = self.compressor.parts.schedule
-        if phase == "prompt":
-            cache.closed = None
-        if phase != "decode" or not self.compressor.limited or not (schedule.newline_ids or schedule.until_ids):
-            return None
-        if tokens.dim() != 2:
-            raise ValueError("the schedule fires on token ids, and this forward was given embeddings: pass input_ids")
-        ids = tokens.cpu() if real is None else tokens.cpu().masked_fill(~real, -1)
-
-        def among(wanted: tuple[int, ...]) -> Tensor:
-            return torch.isin(ids, torch.tensor(wanted, dtype=torch.long)).any(1)
-
-        if schedule.until_ids:
-            ended = among(schedule.until_ids)
-            cache.closed = ended if cache.closed is None else cache.closed | ended
-        return among(schedule.newline_ids) if schedule.newline_ids else None
-
-    @staticmethod
-    def _note_columns(cache: CompressedCache, real: Tensor | None, batch: int, length: int) -> None:
-        if real is None and cache.columns is None:
-            return
-        old = (
-            cache.columns if cache.columns is not None else torch.ones(batch, cache.get_seq_length(), dtype=torch.bool)
-        )
-        new = real if real is not None else torch.ones(batch, length, dtype=torch.bool)
-        cache.columns = torch.cat([old, new], dim=1)
-
-    def _check_length(self, cache: CompressedCache, forward: Forward) -> None:
-        limit = compat.max_positions(self.model)
-        if limit is None or forward.phase == "decode":
-            return
-        assert cache.real is not None
-        longest = (
-            int(cache.real.max())
-            if self._rotations is None or cache.full_layers[0].store is None
-            else int(cache.held_rows().max()) + forward.length
-        )
-        if longest > limit:
-            raise ValueError(
-                f"the prompt reaches {longest} tokens, but {self.model.config.model_type!r} has {limit} positions: "
-                "shorten it, or use compact positions (StreamingLLM(positions='compact')) through session.prefill"
-            )
-
-    def _check_host(self, batch: int, real: Tensor) -> None:
-        reader = self.compressor.reader
-        if isinstance(reader, PagedReader):
-            per_token = reader.hosted(*compat.head_sizes(self.model)[0]) * torch.finfo(self.model.dtype).bits // 8
-            check_host(reader, self.full_layers, batch, int(real.max()), per_token)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if module is not self._outer:
             return
         self._outer = None
-        cache = self.cache
+        cache = self._runner.cache
         if cache is None or cache.forward is None:
             return
         forward, broken = cache.forward, True
         try:
-            whole = output is not None and all(x.seen == cache.full_layers[0].seen for x in cache.full_layers)
-            if whole and forward.phase != "pass":
-                auxiliary.run(self, cache, forward)
-                self.compressor.end_of_forward(cache)
-                self.note_moment(cache, forward)
+            short = [layer.index for layer in cache.full_layers if layer.seen != self._due]
+            if output is not None and short:
+                raise ValueError(
+                    f"layers {', '.join(map(str, short))} did not hand their keys and values to the cache: inside compress() "
+                    "every layer has to run, and be given the cache"
+                )
+            if output is not None and forward.phase != "pass":
+                self._planner.auxiliary.run(cache, forward)
+                self._compressor.end_of_forward(cache)
+                cache.note_moment(forward.phase)
             broken = output is None
         finally:
-            cache.forward = None
-            cache.broken = broken
+            cache.end(complete=not broken)
             self._inner_due = False
-            cache.logits = cache.pending = None  # a session that ran this forward sets them again
-
-    def note_moment(self, cache: CompressedCache, forward: Forward) -> None:
-        if not cache.full_layers:
-            return
-        cache.note_kept()
-        if forward.phase == "decode":
-            return
-        nbytes = cache.nbytes()
-        cache.moments.append(
-            {
-                "moment": forward.phase,
-                "seen": cache.get_seq_length(),
-                "tokens_held": float(cache.kept_tokens().double().mean()),
-                "bytes_valid": nbytes["valid"],
-                "bytes_allocated": nbytes["allocated"],
-            }
-        )
+            cache.keep_logits(None)  # a session that ran this forward sets them again
 
     # ------------------------------------------------------------------ model.generate
 
-    def _model_generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with what a compressed cache cannot do refused before any work."""
-        for name in ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"generate({name}=…) rewinds the cache, which an evicting cache cannot: drop it")
-        for name in ("use_cache", "output_attentions", "cache_implementation"):
-            if kwargs.get(name) not in (None, name == "use_cache"):
-                raise ValueError(f"generate({name}={kwargs[name]!r}) is not available under compress()")
-        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if ids is not None and ids.shape[-1] == 0:
-            raise ValueError("the prompt is empty: give at least one token")
-        if isinstance(cache, CompressedCache) and ids is not None and ids.shape[1] <= cache.get_seq_length():
-            raise ValueError(
-                f"generate() got {ids.shape[1]} ids, but the cache has already seen {cache.get_seq_length()}: pass all "
-                "ids so far with the new ones at the end, or use session.append() and session.generate()"
-            )
-        mask = kwargs.get("attention_mask")
-        if mask is not None and mask.dim() == 2 and not bool(mask.bool().any(1).all()):
-            raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
+        if not self.is_attached:  # kept by someone beyond the session
+            return stock(*args, **kwargs)
+        self.check_intact()
+        model_generate.check(self.model, args, kwargs)
+        cache = model_generate.named_arguments(args, kwargs).get("cache")
         if cache is None:
-            kwargs["cache"] = self.new_cache()
-        return stock(*args, **kwargs)
+            kwargs.pop("past_key_values", None)
+            kwargs["cache"] = cache = self._caches.new()
+        self._chunked_prompt = model_generate.chunked_prompt(self.model, args, kwargs)
+        try:
+            with model_generate.restoring(self.model):
+                output = stock(*args, **kwargs)
+        finally:
+            self._chunked_prompt = None
+        # not another that ran beside it, such as that of classifier-free guidance
+        self._runner.cache = cache if isinstance(cache, CompressedCache) else getattr(cache, "_kvcompress", None)
+        return output
+
+
+def _attention_places(base: torch.nn.Module) -> tuple[list[tuple[dict[str, Any], str, Any]], list[tuple[Any, Any]]]:
+    """Where a decoder's attention modules hang (siblings by name, name, module), and these with a forward of their own."""
+    places: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+    attends = []
+    for path, found in base.named_modules():
+        if not path or not isinstance(getattr(found, "layer_idx", None), int) or not hasattr(found, "config"):
+            continue
+        attends.append((found, vars(found).get("forward")))
+        parent = base
+        for name in path.split("."):
+            siblings: dict[str, Any] = parent._modules
+            places[id(parent), name] = siblings, name, siblings[name]
+            parent = siblings[name]
+    return list(places.values()), attends

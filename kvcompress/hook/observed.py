@@ -1,4 +1,4 @@
-"""What scorers and allocators may see of one layer's attention, computed when they ask."""
+"""LayerObserved: attention of one layer as scorers and allocators see it, computed when they ask."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.kernels.blockwise import Features, blocks, logits_block, softmax_block, visible
+from kvcompress.kernels.blockwise import AttentionParams, blocks, logits_block, softmax_block, visible
 from kvcompress.method.view import LayerView, Observed
 from kvcompress.models.compat import Rotation
+from kvcompress.models.projections import effective_weight
 
 Tensor = torch.Tensor
 
@@ -19,7 +20,14 @@ ELEMENTS = 1 << 24  # elsewhere, where each block costs a launch
 
 
 class LayerObserved(Observed):
-    """What was seen of one layer in this forward and, through its state, before."""
+    """What was seen of one layer in this forward and, through its window of queries, before.
+
+    Args:
+        probabilities: a decode step's attention `[B, H_kv, G, 1, P]`, where it is known.
+        queries: `[B, H, n, D]` of this forward; None where they have gone.
+        rope: the layer's rotation, where queries before it are wanted.
+        projection: the attention's output projection, where values behind it are.
+    """
 
     def __init__(
         self,
@@ -27,20 +35,21 @@ class LayerObserved(Observed):
         view: LayerView,
         positions: Tensor,
         probabilities: Tensor | None,
-        features: Features,
+        params: AttentionParams,
         forward: Forward,
-        rotation: Rotation | None = None,
+        queries: Tensor | None = None,
+        rope: Rotation | None = None,
         projection: torch.nn.Module | None = None,
     ):
         self.layer, self.view, self.positions = layer, view, positions
-        self.probabilities, self.features, self.forward = probabilities, features, forward
-        self._rotation, self.projection = rotation, projection
+        self.probabilities, self.params, self.forward = probabilities, params, forward
+        self._queries, self._rope, self.projection = queries, rope, projection
         self._prerope: tuple[Tensor, Tensor] | None = None
         self._windows: dict[int, tuple[Tensor, Tensor]] = {}  # a scorer and an allocator may ask for the same
 
     def window(self, size: int) -> tuple[Tensor, Tensor]:
         if size not in self._windows:
-            common = self.layer.windows
+            common = self.layer.shared_window_attention
             self._windows[size] = common.get(size) or self._window(size)
             if size in common:
                 common[size] = self._windows[size]
@@ -50,36 +59,36 @@ class LayerObserved(Observed):
         if size == 1 and self.probabilities is not None:
             real = self.forward.on("positions", self.probabilities.device) >= 0
             return self.probabilities, real.expand(self.probabilities.shape[0], -1)
-        return self._attention(*self._queries(size))
+        return self._attention(*self._last_queries(size))
 
     def window_parts(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         if size == 1 and self.probabilities is not None:
             at = self.forward.on("positions", self.probabilities.device)
             yield self.probabilities, at.expand(self.probabilities.shape[0], -1)
             return
-        queries, at = self._queries(size)
+        queries, at = self._last_queries(size)
         for part in blocks(queries.shape[2], queries, self.view.keys):
             yield self._attention(queries[:, :, part], at[:, part])[0], at[:, part]
 
     def logits(self, size: int) -> tuple[Tensor, Tensor]:
-        queries, at = self._queries(size)
-        allowed = visible(self.positions, at, self.features.window)
-        return logits_block(queries, self.view.keys, allowed, self.features), at >= 0
+        queries, at = self._last_queries(size)
+        allowed = visible(self.positions, at, self.params.window)
+        return logits_block(queries, self.view.keys, allowed, self.params), at >= 0
 
-    def _queries(self, size: int) -> tuple[Tensor, Tensor]:
+    def _last_queries(self, size: int) -> tuple[Tensor, Tensor]:
         """The last `size` queries `[B, H, size, D]` and their positions `[B, size]`."""
-        if "queries" not in self.layer.state:
+        if self.layer.queries is None:
             raise ValueError("the scorer asks for a window of queries it did not declare in `needs`")
-        return self.layer.state["queries"][:, :, -size:], self.layer.state["query_positions"][:, -size:]
+        return self.layer.queries.last(size)
 
     def _attention(self, queries: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of some of the window's queries, `[B, H_kv, G, n, P]`, and which are real, `[B, n]`."""
         seen = self._seen_by_all(at)
-        allowed = visible(self.positions[..., seen:], at, self.features.window)
-        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.features, seen)
+        allowed = visible(self.positions[..., seen:], at, self.params.window)
+        _, p = softmax_block(queries, self.view.keys, self.view.keys[..., :1], allowed, self.params, seen)
         if seen:
             return p, at >= 0
-        blind = ~allowed.any(-1) | (at < 0)[:, None]  # all that a query of an earlier chunk saw may be gone
+        blind = ~allowed.any(-1) | (at < 0)[:, None]  # a query of an earlier chunk may have no visible key left
         return p.masked_fill(blind[:, :, None, :, None], 0.0), at >= 0
 
     def _seen_by_all(self, at: Tensor) -> int:
@@ -88,7 +97,7 @@ class LayerObserved(Observed):
         A window at the end of a prompt sees all but its own last slots, and masking is much of its cost on a CPU;
         elsewhere reading the number would wait for the device.
         """
-        if self.positions.device.type != "cpu" or self.features.window is not None or bool((at < 0).any()):
+        if self.positions.device.type != "cpu" or self.params.window is not None or bool((at < 0).any()):
             return 0
         unseen = ((self.positions < 0) | (self.positions > at.min())).flatten(0, 1).any(0)
         return int(unseen.to(torch.uint8).argmax()) if bool(unseen.any()) else unseen.shape[0]
@@ -109,7 +118,7 @@ class LayerObserved(Observed):
 
     @property
     def scaling(self) -> float:
-        return self.features.scaling
+        return self.params.scaling
 
     @property
     def queries(self) -> tuple[Tensor, Tensor]:
@@ -135,38 +144,21 @@ class LayerObserved(Observed):
     def output_norms(self) -> Tensor:
         if self.projection is None:
             raise ValueError("the scorer asks for projected values it did not declare in `needs`")
-        weight = self.projection.weight
-        assert isinstance(weight, Tensor)
-        return projected_norms(self.view.values, weight, self.view.group)
+        values, group = self.view.values, self.view.group
+        weight = effective_weight(self.projection, values.shape[1] * group * values.shape[3], values)
+        return projected_norms(values, weight, group)
 
     @property
     def rotation(self) -> Rotation:
-        if self._rotation is None:
+        if self._rope is None:
             raise ValueError("the scorer asks for rotation, which it did not declare in `needs` (prerope)")
-        return self._rotation
+        return self._rope
 
     def _new(self) -> tuple[Tensor, Tensor]:
-        queries = self.layer.queries
+        queries = self._queries
         assert queries is not None, "queries are there while a forward is looked at"
         positions = self.forward.on("positions", queries.device).expand(queries.shape[0], -1)
         return queries.unflatten(1, (-1, self.view.group)), positions
-
-
-def remember_queries(layer: CompressedLayer, q: Tensor, forward: Forward, size: int) -> None:
-    """Keep the last `size` real queries of each row `[B, H, size, D]` and their positions `[B, size]`, newest last."""
-    positions = forward.on("positions", q.device).expand(q.shape[0], -1).long()
-    if "queries" in layer.state:
-        q = torch.cat([layer.state["queries"], q[:, :, -size:] if forward.real is None else q], dim=2)
-        new = positions[:, -size:] if forward.real is None else positions
-        positions = torch.cat([layer.state["query_positions"], new], dim=1)
-    if forward.real is None and "queries" not in layer.state:
-        q, positions = q[:, :, -size:], positions[:, -size:]
-    elif positions.shape[1] > size or bool((positions < 0).any()):
-        # real queries to the right, in order: the last `size` columns are then the last `size` real ones
-        order = torch.sort((positions >= 0).to(torch.uint8), dim=1, stable=True).indices[:, -size:]
-        positions = positions.gather(1, order)
-        q = q.gather(2, order[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-    layer.state["queries"], layer.state["query_positions"] = q.clone(), positions.clone()
 
 
 def projected_norms(values: Tensor, weight: Tensor, group: int) -> Tensor:

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
-from kvcompress.cache.retention_map import kept as kept_positions
-from kvcompress.cache.traffic import per_token, skipped
-from kvcompress.common.clock import Clock
+from kvcompress.cache.forward import Fusing
+from kvcompress.hook.auxiliary import AuxiliaryForwards
+from kvcompress.hook.cache_factory import CacheFactory
+from kvcompress.hook.compatibility import check_codec, check_tokenizer
+from kvcompress.hook.compression import Compressor
 from kvcompress.hook.generation import Generation, check_sampling, generate
-from kvcompress.hook.stepper import Stepping
+from kvcompress.hook.model_facts import ModelFacts
+from kvcompress.hook.model_hooks import ModelHooks
+from kvcompress.hook.planner import ForwardPlanner
+from kvcompress.hook.runner import ForwardRequest, ForwardRunner, new_columns, with_pending
+from kvcompress.hook.scoring import evicts, needs_of
+from kvcompress.hook.sequence_report import SequenceReport, nan_notes
+from kvcompress.hook.sources import ChunkStore, PrefillSource
+from kvcompress.hook.stepper import DecodeStepper, synchronize
 from kvcompress.method import Method
 from kvcompress.method.parts import Prefill, Prefilled
-from kvcompress.models import compat
-from kvcompress.reuse import chunk_loader, selective_recompute
-from kvcompress.reuse.kv_store import KVStore, store_of
-
-if TYPE_CHECKING:
-    from kvcompress.hook.shared_prefill import SharedPrefill
+from kvcompress.models import compat, projections, tokenizers
 
 Tensor = torch.Tensor
 
 
-class Session(Stepping):
+class Session:
     """One method attached to one model. Use it as a context manager; everything is undone on exit.
 
     Inside, `model(...)` and `model.generate(...)` work as usual on a compressed cache, and `prefill`, `append` and
     `generate` say explicitly which phase a forward is.
+
+    Attributes:
+        hooks, runner, planner, caches, stepper: what a forward goes through, in modules of these names.
+        compressor: the runtime of the method.
+        notes: warnings about the method on this model.
+        prefill_seconds: of the last prompt; None where the model was called, not the session.
     """
 
     def __init__(
@@ -40,32 +51,140 @@ class Session(Stepping):
         method: Method,
         kernel: str = "auto",
         tokenizer: Any = None,
-        shared: SharedPrefill | None = None,
-        store: KVStore | None = None,
+        shared: PrefillSource | None = None,
+        store: ChunkStore | None = None,
         decode: str = "eager",
+        *,
+        pipeline: Callable[[Method, int, str, ModelFacts], Compressor] = Compressor,
+        step: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+        attach: bool = True,
+        on_logits: Callable[[int, Tensor], None] | None = None,
     ):
-        super().__init__(model, method, kernel, tokenizer, decode)
-        self._store: KVStore | None = None
+        """As `compress`, and for those who drive sessions:
+
+        Args:
+            pipeline: makes the runtime of the method, from method, number of full-attention layers, kernel and model.
+            step: takes a decode step in place of the session's own stepper, `(ids [B, 1], real [B]) -> logits [B, V]`.
+            attach: False hooks the model for each forward apart, so that several sessions may be open on it.
+            on_logits: called by `generate` with a token's number in its answer and the logits `[B, V]` it is picked from.
+
+        Raises:
+            ValueError: for a model or method that cannot work, by name, before any work.
+        """
+        compat.check_model(model)
+        projections.check_latent_attention(model)
+        if not isinstance(method, Method):
+            raise ValueError(f"compress() needs a method such as SnapKV(budget=0.25), got {type(method).__name__}")
+        check_codec(model, method.parts().codec)  # before it is bound, which may take a measurement
+        method = method.ready(model)
+        self.tokenizer = tokenizers.tokenizer_of(model) if tokenizer is None else tokenizer
+        if self.tokenizer is not None:
+            method = method.for_tokenizer(self.tokenizer)
+        self.model, self.method = model, method
+        types = compat.layer_types(model)
+        self.full_layers = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        if not self.full_layers and method.limited:
+            raise ValueError(
+                f"{model.config.model_type!r} has no full-attention layer to compress: all {len(types)} use a window"
+            )
+        compact = method.compact_positions and evicts(method, method.parts())
+        facts = ModelFacts(model, needs_of(method), compact)
+        self.compressor = pipeline(method, len(self.full_layers), kernel, facts)
+        check_tokenizer(self.compressor, self.tokenizer)
+        self.notes = method.notes(model) if self.compressor.limited else []
+        self.runner = ForwardRunner(model)
+        auxiliary = AuxiliaryForwards(model, self.compressor, self.tokenizer, self.runner)
+        self.planner = ForwardPlanner(model, self.compressor, auxiliary)
+        self.caches = CacheFactory(model, self.compressor, facts)
+        self.hooks = ModelHooks(model, self.compressor, self.runner, self.planner, self.caches)
+        self.stepper = DecodeStepper(model, self.compressor, self.runner, self.planner, self.caches, decode)
+        self.shared = shared
+        self.prefill_seconds: float | None = None
+        self._reporter = SequenceReport(self.compressor, self.notes)
+        self._take_step = step or self.stepper.step
+        self._attach, self._on_logits, self._open = attach, on_logits, False
+        self._store: ChunkStore | None = None
+        self._store_given = False
         if store is not None:
             self.store = store
-        self.prefill_seconds: float | None = None  # unknown where the model was called, not the session
-        self.shared = shared
+
+    def __enter__(self) -> Self:
+        for note in self.notes:
+            warnings.warn(note, stacklevel=2)
+        if self._attach:
+            self.hooks.attach()
+        self._open = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open = False
+        self.stepper.reset()  # a closed session holds no buffers but its cache's
+        self.hooks.detach()
+
+    def _must_be_open(self) -> None:
+        if not self._open:
+            raise ValueError("the session is closed: use it inside `with compress(model, method) as session`")
+
+    # ------------------------------------------------------------------ what it holds
 
     @property
-    def store(self) -> KVStore:
+    def cache(self) -> CompressedCache | None:
+        """The current sequence: the cache of the last forward, or one that was set to go on with."""
+        return self.runner.cache
+
+    @cache.setter
+    def cache(self, cache: CompressedCache | None) -> None:
+        self.runner.cache = cache
+
+    def new_cache(self, headroom: bool = True, exact: bool = False) -> CompressedCache:
+        """An empty cache for this model and method. Arguments as of `CacheFactory.new`."""
+        return self.caches.new(headroom, exact)
+
+    @property
+    def store(self) -> Any:
         """Chunks that a prefill reuses: by default in memory, as long as the model lives. Another may be set.
+
+        None where the method's prefill reuses none.
 
         Raises:
             ValueError: when set, if it holds chunks of another model.
         """
         if self._store is None:
-            self._store = store_of(self.model, "chunks")
+            self._store = self.compressor.parts.prefill.open_store(self.model)
         return self._store
 
     @store.setter
-    def store(self, store: KVStore) -> None:
+    def store(self, store: ChunkStore) -> None:
         store.check(self.model)
-        self._store = store
+        self._store, self._store_given = store, True
+
+    def _check_store(self) -> None:
+        """See to it that the store's chunks are those of the model as it is now: an adapter may have been switched.
+
+        Raises:
+            ValueError: a store that was given holds others.
+        """
+        if self._store is None:
+            return
+        if self._store_given:
+            self._store.check(self.model)
+        elif not self._store.serves(self.model):
+            self._store = None
+
+    @property
+    def reuse_rotations(self) -> list[compat.Rotation]:
+        """RoPE per layer, by which reused keys are turned to their place; empty where the method reuses none."""
+        return self.caches.reuse_rotations
+
+    @property
+    def observed_queries(self) -> int:
+        """How many of the last queries of a prompt the method looks at: they are made in one forward."""
+        return self.compressor.needs.window if self.compressor.limited else 0
+
+    @property
+    def decode(self) -> str:
+        """How decode steps were asked to run, as of `compress`."""
+        return self.stepper.decode
 
     # ------------------------------------------------------------------ explicit phases
 
@@ -90,24 +209,26 @@ class Session(Stepping):
             the cache, logits `[B, V]` of the last position, and real tokens seen `[B]`.
         """
         self._must_be_open()
+        self._check_store()
         segments = [ids] if isinstance(ids, Tensor) else list(ids)
         if not segments or sum(s.shape[-1] for s in segments) == 0:
             raise ValueError("the prompt is empty: give at least one token")
         cache = cache if cache is not None else self.new_cache()
-        segments, mask = self._with_pending(cache, [s[None] if s.dim() == 1 else s for s in segments], attention_mask)
-        mask = self._new_columns(cache, torch.cat(segments, dim=1), mask)
+        segments, mask = with_pending(cache, [s[None] if s.dim() == 1 else s for s in segments], attention_mask)
+        mask = new_columns(cache, torch.cat(segments, dim=1), mask)
         if cache.real is None and mask is not None and not bool(mask.bool().any(1).all()):
             raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         self.cache = cache
-        self.compressor.clock = Clock()
-        self.compressor.kernels.clear()
-        self._fixed = self._eager_for = None
+        self.compressor.stats.reset()
+        self.stepper.reset()
+        if how is not None and self._store is None:
+            self._store = how.open_store(self.model)
         start = time.perf_counter()
         if how is None and self.shared is not None and self.shared.serves(cache, segments, mask):
-            prefilled = self.shared.hand_over(self, cache)
+            prefilled = self.shared.hand_over(self.compressor, cache)
         else:
             prefilled = (how or self.compressor.parts.prefill).run(self, segments, mask)
-        self._synchronise()
+        synchronize(self.model)
         self.prefill_seconds = time.perf_counter() - start
         self.compressor.end_of_prompt(prefilled.cache)
         return prefilled
@@ -120,40 +241,55 @@ class Session(Stepping):
             how many were not there yet and were prefilled now; 0 where the prefill does not reuse chunks.
         """
         self._must_be_open()
-        if not self.compressor.parts.prefill.needs_segments:
-            return 0
-        return chunk_loader.precompute(self, list(segments)[:-1])[1]
+        self._check_store()
+        return self.compressor.parts.prefill.precompute(self, list(segments))
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` as prompt on the current cache, whole or in chunks that are each compressed."""
-        cache = self._current()
-        mask = self._new_columns(cache, ids, mask)
-        limit = compat.max_positions(self.model)
-        if chunk is None and self._rotations is not None and limit is not None and ids.shape[1] > limit:
-            chunk = self._streaming_chunk(limit)
+        cache = self.runner.current()
+        mask = new_columns(cache, ids, mask)
+        size = chunk or self.planner.chunk(cache, ids.shape[1])
         logits = None
-        for start in range(0, ids.shape[1], chunk or ids.shape[1]):
-            stop = start + (chunk or ids.shape[1])
+        for start in range(0, ids.shape[1], size):
+            stop = start + size
             part = None if mask is None else mask[:, start:stop]
-            logits = self._forward("prompt", ids[:, start:stop], part)
+            logits = self.forward("prompt", ids[:, start:stop], part)
         assert logits is not None and cache.real is not None
         return Prefilled(cache, logits, cache.real.clone())
 
-    def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: selective_recompute.Plan) -> Prefilled:
-        """Run a prompt whose segments but the last are reused as far as `plan` says."""
-        return selective_recompute.prefill(self, segments, mask, plan)
+    @torch.no_grad()
+    def forward(
+        self,
+        phase: str,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        every: bool = False,
+        recompute: Fusing | None = None,
+    ) -> Tensor:
+        """One forward of the current cache in a stated phase → logits; arguments as of `ForwardRunner.run`."""
+        self.stepper.release_unusable(ids.shape[1])
+        with self.hooks.attached():
+            return self.runner.run(phase, ids, mask, every, recompute)
 
-    def _streaming_chunk(self, limit: int) -> int:
-        """The largest chunk that fits the model's positions beside what is held, for compact positions."""
-        budget = self.method.budget
-        if isinstance(budget, float):
-            raise ValueError(
-                f"a prompt longer than the model's {limit} positions needs a budget in tokens (an int) with compact "
-                f"positions; budget={budget} is a share"
-            )
-        if budget >= limit:
-            raise ValueError(f"budget={budget} leaves no room for new tokens within the model's {limit} positions")
-        return limit - budget
+    @torch.no_grad()
+    def load(self, ids: Tensor, rows: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """Put keys and values that were computed before at the end of the current cache, as if they had been appended.
+
+        Args:
+            ids: LongTensor `[1, n]`.
+            rows: keys, rotated, and values `[1, H_kv, n, D]` of a layer. What it raises leaves the cache of no use.
+
+        Raises:
+            ValueError: sliding layers, which hold a window only.
+        """
+        cache = self.runner.current()
+        cache.begin(self.planner.plan(cache, ids, request=ForwardRequest("append")))
+        for layer, module in zip(cache.full_layers, compat.decoder_layers(self.model), strict=True):
+            device = next(module.parameters()).device
+            keys, values = (side.to(device) for side in rows(layer.index))
+            layer.update(keys, values, kwargs={})
+            layer.end_attention()
+        cache.end()
 
     @torch.no_grad()
     def append(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -167,23 +303,32 @@ class Session(Stepping):
             logits `[B, V]` of the last position.
         """
         self._must_be_open()
-        cache = self._current()
+        cache = self.runner.current()
         if ids.shape[-1] == 0:
             raise ValueError("what to append is empty: give at least one token")
-        segments, mask = self._with_pending(cache, [ids[None] if ids.dim() == 1 else ids], attention_mask)
-        return self._forward("append", torch.cat(segments, dim=1), mask)
+        segments, mask = with_pending(cache, [ids[None] if ids.dim() == 1 else ids], attention_mask)
+        return self.forward("append", torch.cat(segments, dim=1), mask)
 
-    @staticmethod
-    def _with_pending(
-        cache: CompressedCache, segments: list[Tensor], mask: Tensor | None
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """New ids with the last token that generate() picked before them: it belongs to the sequence."""
-        if cache.pending is None:
-            return segments, mask
-        new = sum(s.shape[1] for s in segments)
-        if mask is not None and mask.dim() == 2 and mask.shape[1] == new:
-            mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=1)
-        return [cache.pending.to(segments[0].device), *segments], mask
+    # ------------------------------------------------------------------ decoding
+
+    @torch.no_grad()
+    def prepare(self, tokens: int) -> None:
+        """Make room for `tokens` decode steps of the current cache and have its step ready, compiled if it is to be.
+
+        generate() does so by itself, before anything is timed. Nothing to do for decode=eager. The longest that it took
+        this session is in `report()["step"]["ready_s"]`: compiling, where it did.
+
+        Raises:
+            ValueError: what is held does not go with the `decode` that was asked for by name.
+        """
+        self._must_be_open()
+        self.stepper.prepare(tokens)
+
+    def step(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
+        """One decode forward on the current cache: `ids [B, 1]` → logits `[B, V]`; rows not `real [B]` add nothing."""
+        self._must_be_open()
+        self.hooks.check_intact()
+        return self._take_step(ids, real)
 
     @torch.no_grad()
     def generate(
@@ -213,7 +358,7 @@ class Session(Stepping):
         """
         self._must_be_open()
         check_sampling(max_new_tokens, temperature, top_p, top_k)
-        cache = self._current()
+        cache = self.runner.current()
         if cache.logits is None:
             raise ValueError(
                 "nothing to continue: run the last tokens with session.prefill() or append(), which keep logits"
@@ -221,9 +366,20 @@ class Session(Stepping):
         self.prepare(max_new_tokens)
         logits = cache.logits if cache.pending is None else self.step(cache.pending)
         output = generate(
-            self.step, logits, max_new_tokens, stop, temperature, top_p, top_k, seed, watch, min_new_tokens, until
+            self.step,
+            logits,
+            max_new_tokens,
+            stop,
+            temperature,
+            top_p,
+            top_k,
+            seed,
+            watch,
+            min_new_tokens,
+            until,
+            self._on_logits,
         )
-        cache.pending = output.pending
+        cache.keep_pending(output.pending)
         return output
 
     @torch.no_grad()
@@ -240,7 +396,7 @@ class Session(Stepping):
             logits `[B, m, V]`, n in all: the first from what the cache ended with, the others after each token.
         """
         self._must_be_open()
-        cache, ids = self._current(), ids[None] if ids.dim() == 1 else ids
+        cache, ids = self.runner.current(), ids[None] if ids.dim() == 1 else ids
         if ids.shape[1] == 0:
             raise ValueError("nothing to follow: give at least one token")
         if cache.logits is None:
@@ -249,8 +405,8 @@ class Session(Stepping):
         phase, length = ("decode", 1) if self.compressor.acts_in_decode else ("append", block)
         for start in range(0, ids.shape[1] - 1, length):
             part = ids[:, start : min(start + length, ids.shape[1] - 1)]
-            yield self._forward(phase, part, None, every=True)
-        cache.pending = ids[:, -1:]
+            yield self.forward(phase, part, None, every=True)
+        cache.keep_pending(ids[:, -1:])
 
     # ------------------------------------------------------------------ reporting
 
@@ -261,50 +417,12 @@ class Session(Stepping):
             row: of a batch, as if it were alone: its bytes are those of a copy without padding. None: all rows.
             kept_map: also where the tokens lie that the first row holds (`kvcompress.cache.retention_map`).
         """
-        cache = self._current() if row is None else self._current().row(row)
-        held, kept = cache.nbytes(), cache.kept_tokens()
-        evicted = sum(layer.evicted for layer in cache.full_layers)
-        batch = max(1, kept.shape[1])
-        if kept.numel() == 0 and cache.real is not None:  # every layer slides: what was seen is all there is to say
-            kept = cache.real.view(1, -1, 1)
-        # sliding-window layers hold the same with and without compression: part of both sides of the ratio
-        valid, full = held["valid"] + held["other_layers"], held["full"] + held["other_layers"]
-        return {
-            "kv": {
-                "bytes_held": valid,
-                "bytes_allocated": held["allocated"] + held["other_allocated"],
-                "bytes_full": full,
-                "ratio": valid / full if full else 1.0,
-                "bytes_host": held["host"],
-                "bytes_summaries": held["summaries"],
-                "bytes_tables": held["tables"],
-                "bytes_scores": held["scores"],
-                "kept_tokens_mean": float(kept.double().mean()),
-                "kept_tokens_max": max(cache.kept_max, int(kept.max())),
-                **per_token(cache, batch),
-                "storage": "real",
-            },
-            "nbytes": held,
-            "active": evicted > 0
-            or any(layer.sealed or skipped(layer) for layer in cache.full_layers)
-            or bool(cache.reuse and cache.reuse["tokens_reused"] > 0),
-            "evicted": evicted,
-            "clamped": cache.clamped,
-            "notes": [*self.notes, *self._reuse_notes(cache)],
-            "kept_per_layer": kept.double().mean(dim=(1, 2)).tolist(),
-            "kernel": "+".join(sorted(self.compressor.kernels)),
-            "step": dict(self.stepped),
-            "time": {"prefill_s": self.prefill_seconds, "compress_s": self.compressor.seconds},
-            "moments": list(cache.moments),
-            **({} if cache.reuse is None else {"reuse": dict(cache.reuse)}),
-            **(kept_positions(cache) if kept_map else {}),
-        }
-
-    def _reuse_notes(self, cache: CompressedCache) -> list[str]:
-        prefill = self.compressor.parts.prefill
-        if not prefill.needs_segments or cache.reuse is not None:
-            return []
-        return [f"prefill={prefill.name} had nothing to reuse: a prompt of one segment is all question"]
+        whole = self.runner.current()
+        cache = whole if row is None else whole.row(row)
+        report = self._reporter.build(cache, self.stepper.how, self.prefill_seconds, kept_map)
+        if whole.logits is not None:
+            report["notes"] += nan_notes(whole.logits, row)
+        return report
 
 
 def compress(
@@ -312,8 +430,8 @@ def compress(
     method: Method,
     kernel: str = "auto",
     tokenizer: Any = None,
-    shared: SharedPrefill | None = None,
-    store: KVStore | None = None,
+    shared: PrefillSource | None = None,
+    store: ChunkStore | None = None,
     decode: str = "eager",
 ) -> Session:
     """Compress the KV cache of `model` with `method` inside a `with` block.

@@ -1,4 +1,4 @@
-"""One full prefill for several methods: computed once, with all that their scorers want to see of it.
+"""Shared prefill: one full prefill, computed once with all that the scorers of several methods observe of it.
 
 `prefill_once(model, ids, needs)` runs a prompt without eviction and remembers the union of what is needed. A session
 given the result takes a prompt of the same ids from it: layer by layer its own compressor observes, scores, allocates
@@ -18,17 +18,18 @@ from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hook.compression import Compressor
-from kvcompress.hook.observed import remember_queries
-from kvcompress.hook.scoring import Attended
+from kvcompress.hook.model_facts import ModelFacts
+from kvcompress.hook.scoring import LayerStep, needs_of
 from kvcompress.hook.session import Session
-from kvcompress.kernels.blockwise import Features
-from kvcompress.method import Method, Needs, Scorer
+from kvcompress.kernels.blockwise import AttentionParams
+from kvcompress.method import Method, Needs
 from kvcompress.method.parts import Prefilled
+from kvcompress.models.model_hash import model_state
 
 Tensor = torch.Tensor
 
 
-def cannot_share(method: Method) -> str | None:
+def unsupported_reason(method: Method) -> str | None:
     """Why this method cannot start from a prefill made for several, or None if it can."""
     parts = method.parts()
     if parts.prefill.name != "oneshot":
@@ -37,56 +38,35 @@ def cannot_share(method: Method) -> str | None:
         return "compact positions hold keys that are not rotated"
     needs, scorer = needs_of(method), parts.scorer
     known = Needs(window=needs.window, mass=needs.mass, decay=needs.decay, output=needs.output)
-    observing = method.limited and scorer is not None and type(scorer).observe is not Scorer.observe
+    observing = method.limited and scorer is not None and scorer.observes
     if observing or needs != known:
         return "it observes more than windows of queries and attention mass"
     return None
-
-
-def needs_of(method: Method) -> Needs:
-    """What a method's parts want to see of a prompt: scorer and allocator nothing where no token can be dropped.
-
-    Raises:
-        ValueError: they cannot both be served.
-    """
-    parts = method.parts()
-    if not method.limited or parts.scorer is None:
-        return parts.codec.needs
-    return parts.scorer.needs | parts.allocator.needs | parts.codec.needs
 
 
 class Recorder(Compressor):
     """Observes a full prefill for other methods, and drops nothing."""
 
     def __init__(self, method: Method, n_layers: int, kernel: str, needs: Needs):
-        super().__init__(method, n_layers, kernel)
-        self.needs = needs
-        self.features: dict[int, Features] = {}
+        super().__init__(method, n_layers, kernel, needs=needs)
+        self.features: dict[int, AttentionParams] = {}
         self.forward: Forward | None = None
 
     def after_attention(
-        self, layer: CompressedLayer, q: Tensor, probabilities: Tensor | None, features: Features
+        self,
+        layer: CompressedLayer,
+        q: Tensor,
+        probabilities: Tensor | None,
+        params: AttentionParams,
+        forward: Forward,
     ) -> None:
-        self.features[layer.index] = features
-        self.forward = layer.holder().forward
+        self.features[layer.index] = params
+        self.forward = forward
         if self.needs.window:
-            assert self.forward is not None
-            remember_queries(layer, q, self.forward, self.needs.window)
+            layer.remember_queries(q, forward, self.needs.window)
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
         """Keep the queries: they are what the methods to come want to see."""
-
-
-class _Recording(Session):
-    def __init__(self, model: PreTrainedModel, kernel: str, needs: Needs):
-        method = Method()
-        super().__init__(model, method, kernel)
-        self.compressor: Recorder = Recorder(method, len(self.full_layers), kernel, needs)
-
-    def new_cache(self) -> CompressedCache:
-        cache = super().new_cache()
-        cache.limited = True  # no headroom: nothing is appended
-        return cache
 
 
 @dataclass(frozen=True)
@@ -98,70 +78,73 @@ class SharedPrefill:
         features: what the model asks of each layer's attention.
         forward: the forward that made it.
         kernels: which attention kernels it ran.
-        mass: attention mass was summed up, which takes another kernel than a prefill without it.
+        model_state: of the model when it was made (`kvcompress.models.model_hash.model_state`).
     """
 
     ids: Tensor
     cache: CompressedCache
-    features: dict[int, Features]
+    features: dict[int, AttentionParams]
     forward: Forward
     kernels: frozenset[str]
     needs: Needs
+    model_state: tuple[Any, ...]
 
     @property
     def windows_bytes(self) -> int:
         """What the attention of windows that is remembered for all takes, at most."""
         layers = self.cache.full_layers
-        return sum(_window_bytes(self.cache, window) for window in layers[0].windows) if layers else 0
+        return sum(_window_bytes(self.cache, window) for window in layers[0].shared_window_attention) if layers else 0
 
     def serves(self, cache: CompressedCache, segments: Sequence[Tensor], mask: Tensor | None) -> bool:
         """True if this is what a prompt of `segments` on `cache` would compute."""
         if cache.real is not None or (mask is not None and not bool(mask.bool().all())):
             return False
+        model = None if cache.spec.model is None else cache.spec.model()
+        if model is None or model_state(model) != self.model_state:  # another adapter is active, or weights changed
+            return False
         return torch.equal(torch.cat([s.cpu() for s in segments], dim=1), self.ids)
 
-    def hand_over(self, session: Session, cache: CompressedCache) -> Prefilled:
-        """Fill an empty `cache` of a session as its own prompt forward would have filled and compressed it.
+    def hand_over(self, compressor: Compressor, cache: CompressedCache) -> Prefilled:
+        """Fill an empty `cache` as the prompt forward of a session with this `compressor` would fill and compress it.
 
         Raises:
             ValueError: the session's method cannot start from this prefill, and why.
         """
-        compressor = session.compressor
         self._check(compressor)
-        forward = replace(self.forward, passes=[], deferred={})
+        forward = replace(self.forward, passes=[], deferred={}, observer=compressor)
         assert self.cache.real is not None and self.cache.logits is not None
-        cache.real = self.cache.real.clone()
-        cache.cap = session.method.cap(cache.real) if compressor.limited else None
-        cache.forward, cache.broken = forward, True  # until all layers are in
-        if cache.turns is not None:
+        cache.advance(None, self.cache.real.clone())
+        cache.begin_prompt(compressor.method.cap(self.cache.real) if compressor.limited else None)
+        cache.begin(forward)  # until all layers are in
+        if cache.spec.codec_rope is not None:
             cache.note_shift(forward)
-        compressor.kernels |= self.kernels
+        compressor.stats.merge(self.kernels)
         at_once = compressor.parts.allocator.scope == "layer"
         for index, base in enumerate(self.cache.layers):
             layer = cache.layers[index]
             if not isinstance(layer, CompressedLayer) or not isinstance(base, CompressedLayer):
                 cache.layers[index] = self.cache.fork_other(index)
                 continue
-            layer.borrow(base, compressor.needs.mass)
+            layer.share_from(base, compressor.needs.mass)
             size = compressor.needs.window
-            if size:
-                layer.state["queries"] = base.state["queries"][:, :, -size:].clone()
-                layer.state["query_positions"] = base.state["query_positions"][:, -size:].clone()
+            if size and base.queries is not None:
+                layer.queries = base.queries.cut(size)
             if compressor.limited:
-                compressor.decide(Attended(layer, None, self.features[index], forward, cache))
+                compressor.decide(LayerStep(layer, None, self.features[index], forward, cache))
             if at_once or not compressor.limited:
-                compressor.seal(layer)
-                layer.own()
+                compressor.encode(layer)
+                layer.materialise()
         compressor.end_of_forward(cache)
         for layer in cache.full_layers:
-            layer.own()
-        session.note_moment(cache, forward)
-        cache.forward, cache.broken = None, False
-        cache.logits = self.cache.logits.clone()
-        return Prefilled(cache, cache.logits, cache.real.clone())
+            layer.materialise()
+        cache.note_moment(forward.phase)
+        cache.end()
+        logits = self.cache.logits.clone()
+        cache.keep_logits(logits)
+        return Prefilled(cache, logits, self.cache.real.clone())
 
     def _check(self, compressor: Compressor) -> None:
-        reason = cannot_share(compressor.method)
+        reason = unsupported_reason(compressor.method)
         wanted = compressor.needs
         more = wanted.window > self.needs.window or wanted.mass > self.needs.mass
         if reason is None and (more or (wanted.mass and wanted.decay != self.needs.decay)):
@@ -183,19 +166,26 @@ def prefill_once(
         kernel: as in `compress`.
     """
     prompt = torch.as_tensor(ids, dtype=torch.long).view(1, -1)
-    with _Recording(model, kernel, needs) as session:
-        cache = session.prefill(prompt.to(model.device)).cache
-        recorder = session.compressor
+    recorders: list[Recorder] = []
+
+    def pipeline(method: Method, n_layers: int, kernel: str, facts: ModelFacts) -> Recorder:
+        recorders.append(Recorder(method, n_layers, kernel, needs))
+        return recorders[-1]
+
+    with Session(model, Method(), kernel, pipeline=pipeline) as session:
+        cache = session.prefill(prompt.to(model.device), cache=session.new_cache(headroom=False)).cache
+    recorder = recorders[0]
     forward = recorder.forward or Forward(*_plain_forward(prompt.shape[1]))
     if needs.window and _window_bytes(cache, needs.window) <= cache.nbytes()["allocated"]:
         for layer in cache.full_layers:
-            layer.windows = {needs.window: None}
-    return SharedPrefill(prompt.cpu(), cache, recorder.features, forward, frozenset(recorder.kernels), needs)
+            layer.shared_window_attention = {needs.window: None}
+    kernels, state = frozenset(recorder.stats.kernels), model_state(model)
+    return SharedPrefill(prompt.cpu(), cache, recorder.features, forward, kernels, needs, state)
 
 
 def _window_bytes(cache: CompressedCache, window: int) -> int:
     """What the attention of a window takes in all layers: it is computed once, if that is no more than the cache."""
-    return sum(4 * window * layer.group * int(layer.counts.sum()) for layer in cache.full_layers)
+    return sum(4 * window * layer.gqa_group * int(layer.counts.sum()) for layer in cache.full_layers)
 
 
 def _plain_forward(length: int) -> tuple[Any, ...]:

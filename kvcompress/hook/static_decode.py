@@ -1,4 +1,4 @@
-"""The decode step with fixed shapes: tensors in, tensors out, so that it can be compiled or captured.
+"""Static decode step: fixed shapes, tensors in and out, so that it can be compiled or captured as a CUDA graph.
 
 Dense stores are given spare slots up to one of few capacities. A step writes each layer's new key, value and position into
 the column that a tensor names, and masks by position: nothing in it depends on a length that Python knows, so that one
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcompress.cache.forward import Forward
+from kvcompress.cache.forward import Forward, hand_over
 from kvcompress.cache.layouts import DenseStore, RaggedStore
 from kvcompress.common.memory import is_oom
-from kvcompress.kernels.blockwise import Features, sdpa_block, softmax_block, visible
+from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block, visible
 from kvcompress.models import compat
+from kvcompress.models.model_hash import adapter_state, foreign_modules, state_of
 
 Tensor = torch.Tensor
 Buffers = tuple[Tensor, Tensor, Tensor]  # of one layer: keys, values, positions
@@ -28,7 +29,7 @@ FEW = 8  # rows of a product for which torch's own is slow on a CPU: measured, s
 DECODES = ("eager", "static", "compiled", "graph", "auto")
 
 
-class FixedLayer(compat.CacheLayerMixin):
+class StaticDecodeLayer(compat.CacheLayerMixin):
     """One layer's buffers as a step sees them."""
 
     is_sliding = False
@@ -51,16 +52,14 @@ class FixedLayer(compat.CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
     ) -> tuple[Tensor, Tensor]:
         """Write a new token `[B, H_kv, 1, D]`, and hand this layer on to the attention function."""
-        if kwargs is None:
-            raise RuntimeError("this model's attention does not hand its keyword arguments to cache.update()")
+        hand_over(kwargs, self)
         assert self.keys is not None and self.values is not None
-        kwargs["kv_layer"] = self
         self.keys.index_copy_(2, self.column, key_states)
         self.values.index_copy_(2, self.column, value_states)
         self.positions.index_copy_(2, self.column, self.position.expand(-1, self.positions.shape[1], -1))
         return self.keys, self.values
 
-    def attend(self, q: Tensor, features: Features) -> Tensor:
+    def attend(self, q: Tensor, features: AttentionParams) -> Tensor:
         """Output `[B, H, 1, D]` of a single query `[B, H, 1, D]` over all slots that hold a token."""
         assert self.keys is not None and self.values is not None
         allowed = visible(self.positions, self.position[:, 0], features.window)
@@ -78,7 +77,7 @@ class FixedLayer(compat.CacheLayerMixin):
         return self.positions.shape[2]
 
 
-class FixedCache(compat.Cache):
+class StaticDecodeCache(compat.Cache):
     """The cache of one step: a session's hooks let a forward on it pass."""
 
 
@@ -95,23 +94,27 @@ def step(
         flat: keys, values and positions of each layer, one layer after the other.
     """
     layers: list[Any] = [
-        FixedLayer((flat[3 * i], flat[3 * i + 1], flat[3 * i + 2]), columns[i : i + 1], position)
+        StaticDecodeLayer((flat[3 * i], flat[3 * i + 1], flat[3 * i + 2]), columns[i : i + 1], position)
         for i in range(len(flat) // 3)
     ]
-    output = model(input_ids=ids, position_ids=rotated, cache=FixedCache(layers), use_cache=True, logits_to_keep=1)
+    output = model(
+        input_ids=ids, position_ids=rotated, cache=StaticDecodeCache(layers), use_cache=True, logits_to_keep=1
+    )
     return output.logits[:, -1]
 
 
 # ---------------------------------------------------------------------- which sequences can be decoded so
 
 
-def refusal(model: PreTrainedModel, compressor: Any) -> str | None:
+def unsupported_reason(model: PreTrainedModel, compressor: Any) -> str | None:
     """Why no sequence of this model and method can be decoded with fixed shapes, or None."""
     kinds = set(compat.layer_types(model)) - {"full_attention"}
     if kinds:
         return (
             f"{model.config.model_type!r} has layers with {', '.join(sorted(kinds))}, whose cache is transformers' own"
         )
+    if not model.can_generate():
+        return f"a {type(model).__name__} has no language-modelling head"
     if compat.holds_latents(model):
         return f"{model.config.model_type!r} holds latents"
     parts = compressor.parts
@@ -128,20 +131,23 @@ def refusal(model: PreTrainedModel, compressor: Any) -> str | None:
     return None
 
 
-def unfit(cache: Any) -> str | None:
+def unsupported_cache(cache: Any) -> str | None:
     """Why what this cache holds cannot be decoded with fixed shapes, or None."""
     for layer in cache.full_layers:
         if layer.store is None:
             return "nothing is held yet"
         if isinstance(layer.store, RaggedStore):
             return f"layer {layer.index} holds different numbers of tokens in its rows or heads, as allocators per head leave"
-        if not isinstance(layer.store, DenseStore) or layer.blocks is not None or layer.sealed:
+        if not isinstance(layer.store, DenseStore) or layer.encoding.is_encoded:
             return f"layer {layer.index} holds another form than keys and values"
         if {*layer.store.channels} < {"keys", "values", "positions"} or layer.store.get("keys").shape[
             1
         ] != layer.store.heads:
             return f"layer {layer.index} holds one head's tensors for several"
-    if len({layer.device for layer in cache.full_layers}) != 1 or cache.full_layers[0].device != cache.model().device:
+    if (
+        len({layer.device for layer in cache.full_layers}) != 1
+        or cache.full_layers[0].device != cache.spec.model().device
+    ):
         return "the model is spread over several devices"
     return None
 
@@ -149,7 +155,7 @@ def unfit(cache: Any) -> str | None:
 # ---------------------------------------------------------------------- how a step is run
 
 
-class Compiling(ValueError):
+class CompileError(ValueError):
     """The step of a model cannot be compiled or captured."""
 
 
@@ -162,11 +168,11 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
     The forward is traced once, with stand-ins for the numbers: whatever depends on them in Python is refused.
 
     Raises:
-        Compiling: a forward that depends on data, or no compiler.
+        CompileError: a forward that depends on data, or no compiler.
     """
     shapes = tuple((tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in inputs)
     weights = tuple(held.data_ptr() for held in (*model.parameters(), *model.buffers()))  # which it holds on to
-    key = (shapes, torch.get_num_threads(), weights)
+    key = (shapes, torch.get_num_threads(), weights, adapter_state(model))
     known = _compiled.setdefault(model, {})
     if key not in known:
         try:
@@ -177,7 +183,7 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
             lines = str(fault).strip().splitlines() or [""]
             known[key] = f"{type(fault).__name__}: {lines[0][:200]}"
     if isinstance(known[key], str):
-        raise Compiling(f"the step of {model.config.model_type!r} cannot be compiled ({known[key]})")
+        raise CompileError(f"the step of {model.config.model_type!r} cannot be compiled ({known[key]})")
     return known[key]
 
 
@@ -242,20 +248,22 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-class FixedStep:
+class StaticDecodeStep:
     """The step of one sequence batch, as long as its buffers last.
 
     Args:
-        layers: of its cache, fit for it (see `unfit`), with spare slots (`DenseStore.fix`).
+        layers: of its cache, fit for it (see `unsupported_cache`), with spare slots (`DenseStore.fix`).
         how: "static" runs the model's own Python each time, "compiled" what inductor made of it, "graph" replays what
             a static step launched on a CUDA device.
 
     Raises:
-        Compiling: see `compiled`.
+        CompileError: see `compiled`.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[Any], how: str):
         self.stores: list[DenseStore] = [layer.held() for layer in layers]
+        self._foreign = [] if how == "static" else foreign_modules(model)  # adapters, as they are in what is recorded
+        self._state = state_of(self._foreign)
         batch, device = self.stores[0].counts.shape[0], layers[0].device
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.columns = torch.tensor([store.length for store in self.stores], device=device)
@@ -277,16 +285,17 @@ class FixedStep:
                 if is_oom(fault):
                     raise
                 said = str(fault).splitlines() or [type(fault).__name__]
-                raise Compiling(f"the step of {model.config.model_type!r} cannot be captured ({said[0]})") from fault
+                raise CompileError(f"the step of {model.config.model_type!r} cannot be captured ({said[0]})") from fault
         for store in self.stores:  # what trying it out has written
             store.clear_spare()
 
     def serves(self, layers: Sequence[Any], tokens: int = 1) -> bool:
-        """True if these layers hold what it writes into, with room for `tokens` more."""
-        return len(layers) == len(self.stores) and all(
+        """True if these layers hold what it writes into, with room for `tokens` more, and no adapter has changed."""
+        same = len(layers) == len(self.stores) and all(
             layer.store is store and store.channels["keys"] is held[0] and store.spare >= tokens
             for layer, store, held in zip(layers, self.stores, self.buffers, strict=True)
         )
+        return same and state_of(self._foreign) == self._state
 
     def __call__(self, ids: Tensor, forward: Forward) -> Tensor:
         """Logits `[B, V]` after `ids [B, 1]`, which the stores hold then."""

@@ -1,1 +1,1 @@
-"""Attention kernels: what SDPA does not give, such as probabilities and their sums."""
+"""Attention kernels: tensors in, tensors out. They give what SDPA does not, such as attention probabilities and their sums."""

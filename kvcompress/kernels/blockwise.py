@@ -1,4 +1,4 @@
-"""Attention over blocks of queries, exact, in float32 where it sums: memory grows with L x block, never L x L."""
+"""Blockwise attention over blocks of queries, exact, summed in float32: memory grows with L x block, never L x L."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_BLOCK = 16  # queries: smaller blocks would leave matrix units idle
 
 
 @dataclass(frozen=True)
-class Features:
+class AttentionParams:
     """What a model asks of one attention call beyond softmax(q k^T).
 
     Attributes:
@@ -105,7 +105,9 @@ def sdpa_block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling:
     return output.view(*q.shape[:3], v.shape[-1])
 
 
-def logits_block(q: Tensor, k: Tensor, allowed: Tensor | None, features: Features, masked_from: int = 0) -> Tensor:
+def logits_block(
+    q: Tensor, k: Tensor, allowed: Tensor | None, features: AttentionParams, masked_from: int = 0
+) -> Tensor:
     """Scaled and soft-capped logits `[B, H_kv, G, n, P]` float32, -inf where a query may not look.
 
     Arguments as of `softmax_block`.
@@ -124,7 +126,7 @@ def logits_block(q: Tensor, k: Tensor, allowed: Tensor | None, features: Feature
 
 
 def softmax_block(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, features: Features, masked_from: int = 0
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, features: AttentionParams, masked_from: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention in float32 with soft cap and sinks.
 
@@ -154,7 +156,7 @@ def softmax_blocks(
     v: Tensor,
     positions: Tensor,
     asked: Tensor,
-    features: Features,
+    features: AttentionParams,
     spans: Iterable[tuple[slice, int, int]],
     mass: Tensor | None = None,
     weights: Tensor | None = None,

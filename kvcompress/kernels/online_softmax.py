@@ -1,4 +1,4 @@
-"""Attention of single queries over keys and values that come a piece at a time: what is decoded is never there whole."""
+"""Online-softmax attention of single queries over keys and values that are decoded piece by piece."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
-from kvcompress.kernels.blockwise import Features, group_queries
+from kvcompress.kernels.blockwise import AttentionParams, group_queries
 
 Tensor = torch.Tensor
 
 
 def piecewise_attention(
-    q: Tensor, keys: Iterable[Tensor], values: Iterable[Tensor], features: Features
+    q: Tensor, keys: Iterable[Tensor], values: Iterable[Tensor], features: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of single queries over all pieces together, summed in float32.
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from kvcompress.kernels.blockwise import Features
+from kvcompress.kernels.blockwise import AttentionParams
 
 Tensor = torch.Tensor
 
@@ -32,7 +32,7 @@ def decode(
     v: Tensor,
     positions: Tensor,
     table: Tensor,
-    features: Features,
+    features: AttentionParams,
     places: Tensor | None = None,
     oldest: Tensor | None = None,
 ) -> Tensor:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
-from kvcompress.kernels.blockwise import Features, group_queries, logits_block
+from kvcompress.kernels.blockwise import AttentionParams, group_queries, logits_block
 from kvcompress.kernels.triton_decode import MOST_SPLITS, PROGRAMS
-
-if TYPE_CHECKING:
-    from kvcompress.cache.layouts.quantized_groups import Unit
 
 Tensor = torch.Tensor
 
@@ -19,16 +17,35 @@ BLOCK = 64  # tokens read at a time
 LEAST = 4 * BLOCK  # a split reads at least these
 
 
-def decode(q: Tensor, unit: Unit, features: Features) -> Tensor:
-    """Softmax attention of single queries `[b, H, 1, D]` over a unit of a packed codec, summed in float32.
+@dataclass(frozen=True)
+class PackedTokens:
+    """Packed codes of a segment's oldest tokens, and its newest tokens as they are.
+
+    Attributes:
+        keys, values: `codes`, `scale` and `zero`, each `[b, h, capacity, ...]`: buffers of which the first are in use.
+        tokens: tokens whose keys and values are both coded.
+        bits, group: of a code, and numbers that share a scale (keys: tokens of a channel, values: channels of a token).
+        tail: keys and values `[b, h, m, D]` of the tokens after these.
+    """
+
+    keys: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]
+    tokens: int
+    bits: int
+    group: int
+    tail: tuple[Tensor, Tensor]
+
+
+def decode(q: Tensor, held: PackedTokens, features: AttentionParams) -> Tensor:
+    """Softmax attention of single queries `[b, H, 1, D]` over packed codes and a tail of exact tokens, in float32.
 
     Where keys and values are both coded the kernel reads them packed; the tail, whose values are exact, is a partial
     sum made in torch; all partial sums meet over their common maximum.
     """
-    keys, values = unit.tail()
+    keys, values = held.tail
     batch, all_heads, _, dim = q.shape
     heads, width = values.shape[1], values.shape[3]
-    group, segments, tokens = all_heads // heads, batch * heads, unit.counts["values"]
+    group, segments, tokens = all_heads // heads, batch * heads, held.tokens
     if not tokens:
         splits = 0
     else:
@@ -47,7 +64,7 @@ def decode(q: Tensor, unit: Unit, features: Features) -> Tensor:
     from kvcompress.kernels import triton_kernels as kernels  # only where Triton is installed
 
     if splits:
-        _launch(kernels, q, unit, features, (sums, tops, totals), splits)
+        _launch(kernels, q, held, features, (sums, tops, totals), splits)
     kernels.merge[(segments * group,)](
         sums,
         tops,
@@ -63,33 +80,33 @@ def decode(q: Tensor, unit: Unit, features: Features) -> Tensor:
 
 
 def _launch(
-    kernels: object, q: Tensor, unit: Unit, features: Features, partial: tuple[Tensor, ...], splits: int
+    kernels: object, q: Tensor, held: PackedTokens, features: AttentionParams, partial: tuple[Tensor, ...], splits: int
 ) -> None:
-    coded_keys, coded_values, codec = unit.coded["keys"], unit.coded["values"], unit.codec
-    heads, dim, tokens = unit.left["keys"].shape[1], q.shape[3], unit.counts["values"]
+    coded_keys, coded_values, tokens = held.keys, held.values, held.tokens
+    heads, dim = held.tail[0].shape[1], q.shape[3]
     width, group = partial[0].shape[3], q.shape[1] // heads
     queries = group_queries(q, heads).contiguous()
     names = ("codes", "scale", "zero")
     per_split = -(-tokens // (splits * BLOCK)) * BLOCK
     kernels.packed_sums[(q.shape[0] * heads, splits)](  # type: ignore[attr-defined]
         queries,
-        *(coded_keys[name].tensor for name in names),
-        *(coded_values[name].tensor for name in names),
+        *(coded_keys[name] for name in names),
+        *(coded_values[name] for name in names),
         *partial,
         features.scaling,
         features.softcap or 1.0,
         tokens,
         per_split,
         splits,
-        coded_keys["codes"].tensor.stride(1),
-        coded_keys["scale"].tensor.stride(1),
-        coded_values["codes"].tensor.stride(1),
-        coded_values["scale"].tensor.stride(1),
+        coded_keys["codes"].stride(1),
+        coded_keys["scale"].stride(1),
+        coded_values["codes"].stride(1),
+        coded_values["scale"].stride(1),
         G=group,
         D=dim,
         DV=width,
-        BITS=codec.bits,  # type: ignore[attr-defined]
-        GROUP=codec.group,
+        BITS=held.bits,
+        GROUP=held.group,
         BLOCK=BLOCK,
         BLOCK_G=max(16, kernels.power_of_2(group)),  # type: ignore[attr-defined]
         BLOCK_D=max(16, kernels.power_of_2(dim)),  # type: ignore[attr-defined]

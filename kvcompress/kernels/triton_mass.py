@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcompress.kernels.blockwise import Features
+from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.kernels.triton_decode import usable as on_gpu
 
 Tensor = torch.Tensor
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 BLOCK_M, BLOCK_N = 64, 128  # queries and columns of a tile
 
 
-def usable(q: Tensor, features: Features) -> bool:
+def usable(q: Tensor, features: AttentionParams) -> bool:
     """True if mass of queries like `q` can be summed here: on CUDA, with Triton, and a model that SDPA serves."""
     return features.plain and on_gpu(q)
 
@@ -42,7 +42,7 @@ def mass(
     k: Tensor,
     asked: Tensor,
     positions: Tensor,
-    features: Features,
+    features: AttentionParams,
     ordered: bool = True,
     plain: bool = False,
     weights: Tensor | None = None,

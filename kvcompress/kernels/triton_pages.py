@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from kvcompress.kernels import triton_decode
-from kvcompress.kernels.blockwise import Features
-
-if TYPE_CHECKING:
-    from kvcompress.cache.layouts import PagedStore
+from kvcompress.kernels.blockwise import AttentionParams
 
 Tensor = torch.Tensor
 
@@ -22,12 +17,23 @@ def usable(q: Tensor, size: int) -> bool:
     return triton_decode.usable(q) and size >= LEAST and size & (size - 1) == 0
 
 
-def decode(q: Tensor, store: PagedStore, chosen: Tensor, asked: Tensor, features: Features) -> Tensor:
+def decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    chosen: Tensor,
+    asked: Tensor,
+    features: AttentionParams,
+) -> Tensor:
     """Softmax attention of single queries over pages, summed in float32; nothing is gathered first.
 
     Args:
         q: `[B, H, 1, D]`.
-        store: with all chosen pages on the device.
+        keys, values: pool of blocks `[blocks, size, D]` and `[blocks, size, D_v]`.
+        positions: int32 `[B, H_kv or 1, pages * size]`, -1 where a slot is empty.
+        table: LongTensor `[B, H_kv, pages]`, the block of each page.
         chosen: LongTensor `[B, H_kv or H, n]`, pages of each row and head, -1 = none.
         asked: int `[B or 1, 1]`, positions of the queries, below 0 = padding, which sees all that was chosen.
         features: scaling, window and soft cap are applied; no sinks.
@@ -36,23 +42,18 @@ def decode(q: Tensor, store: PagedStore, chosen: Tensor, asked: Tensor, features
         `[B, H, 1, D_v]`; 0 where nothing was chosen.
     """
     batch, heads, _ = chosen.shape
-    if store.host is not None:
-        store.host.arrived(store.device)
-    table, group = store.on_device(), heads // store.heads
+    size, group = keys.shape[1], heads // table.shape[1]
     head = torch.arange(heads, device=q.device) // group
     row = torch.arange(batch, device=q.device)[:, None]
     page = chosen.clamp(min=0)
     blocks = table[row[..., None], head[None, :, None], page].masked_fill(chosen < 0, -1)
-    shown, capacity = store.positions.shape[1], store.positions.shape[2] // store.size
+    shown, capacity = positions.shape[1], positions.shape[2] // size
     first = (row * shown + (head if shown > 1 else torch.zeros_like(head))) * capacity
     places = first[..., None] + page
     oldest = torch.zeros(batch, heads, dtype=torch.int32, device=q.device)
     if features.window is not None:
         oldest += (asked[:, -1:] - features.window + 1).clamp(min=0).int()
-    positions = store.positions.view(-1, store.size)
     tables = (x.flatten(0, 1).int().contiguous() for x in (blocks, places))
     at, where = tables
-    pool = store.pool
-    return triton_decode.decode(
-        q, pool["keys"], pool["values"], positions, at, features, where, oldest.flatten().contiguous()
-    )
+    oldest = oldest.flatten().contiguous()
+    return triton_decode.decode(q, keys, values, positions.view(-1, size), at, features, where, oldest)

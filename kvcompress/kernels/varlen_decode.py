@@ -1,4 +1,4 @@
-"""Attention of single queries over keys held in lanes: equal pieces of memory, each owned by one row and KV head.
+"""Variable-length decode attention: single queries over keys in equal segments, each owned by one row and KV head.
 
 Exact, in the manner of flash-decoding: every lane gives a partial sum over its slots, and a segment's lanes meet over
 their common maximum. One batched product for all rows and heads, whatever their lengths.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from kvcompress.kernels.blockwise import Features, group_queries
+from kvcompress.kernels.blockwise import AttentionParams, group_queries
 
 Tensor = torch.Tensor
 
 
 def lane_attention(
-    q: Tensor, k: Tensor, v: Tensor, empty: Tensor, owners: Tensor, heads: int, features: Features
+    q: Tensor, k: Tensor, v: Tensor, empty: Tensor, owners: Tensor, heads: int, features: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over lanes, summed in float32.
 

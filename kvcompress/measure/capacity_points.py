@@ -1,4 +1,4 @@
-"""The measured points that a capacity simulation is fed with, and the real batched run that it is checked against."""
+"""Measured points that feed a capacity simulation, and the real batched run that checks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where memory goes while a request runs, what fits into a given memory, and a small model that predicts it.
+"""Memory footprint: peaks of a request, the largest shape that fits, and a linear model that predicts both.
 
 Moments: the prefill's peak, what is left after the compression, the decode's peak, the steady state at the end. A
 figure is the growth above what there was before the request; with the weights it is what the request needs. On CUDA the

@@ -1,4 +1,4 @@
-"""What a user waits for: the first token, each token after it, and what comes out per second.
+"""Latency: time to first token, time per output token, throughput.
 
 A request is a batch of prompts of one length, prefilled, compressed and decoded greedily to a fixed length: no token
 ends it. The clock starts when the prompt is on the device.

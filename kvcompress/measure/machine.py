@@ -1,4 +1,4 @@
-"""The machine as it is now: clocks, load, memory in use and left, and what it is when memory runs out."""
+"""State of the machine: clocks, load, memory in use and left."""
 
 from __future__ import annotations
 

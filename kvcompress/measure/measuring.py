@@ -1,4 +1,4 @@
-"""Time, peak memory and the machine: measured, with the device synchronised, and named in the record.
+"""Timing and peak memory with the device synchronised, and the hardware as a record names it.
 
 Benchmarks compare two things by pairs run one after the other in one process, so that a slow spell of the machine
 falls on both; the same comparison of a thing with itself (A/A) tells how far chance alone strays.
@@ -230,7 +230,10 @@ def _own_commit() -> str | None:
 
 
 def git_commit(folder: Path | None = None) -> str | None:
-    """Commit of the repository that `folder` (default: this file's) lies in, "+dirty" if files differ from it."""
+    """Commit of the repository that `folder` (default: this package's) is part of, "+dirty" if files differ from it.
+
+    None where the folder merely lies in a repository whose files it is not among, as a `.venv` inside another project.
+    """
     where = folder or Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -238,6 +241,8 @@ def git_commit(folder: Path | None = None) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
+        if not git("ls-files", "--", "."):
+            return None
         return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None

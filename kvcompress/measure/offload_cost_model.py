@@ -1,6 +1,6 @@
-"""A model of what bytes read and moved would cost on other hardware, beside the measurements and never in their place.
+"""Offload cost model: time that measured bytes would take on other hardware, beside the measurements.
 
-    python -m kvcompress.measure.offload_cost_model results/read/*/record.json
+    python -m kvcompress.tiers results/read/*/record.json
 
 Bytes are measured (a record's `kv.read_bytes_per_token` and `kv.moved_bytes_per_token`, means over its decode steps;
 `kv.bytes_held` and `kv.bytes_host`; the full cache reads `kv.bytes_full` per token), bandwidths are data-sheet figures
@@ -223,9 +223,7 @@ def _shown(value: float | None, unit: float, digits: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m kvcompress.measure.offload_cost_model", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m kvcompress.tiers", description=(__doc__ or "").partition("\n")[0])
     known = figures()
     parser.add_argument("records", nargs="+", type=Path, help="record.json files")
     parser.add_argument("--device", default="h100-sxm", help=", ".join(known["devices"]))
@@ -272,7 +270,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tiers: {error}", file=sys.stderr)
         return 1
     return code
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

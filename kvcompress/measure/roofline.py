@@ -1,4 +1,4 @@
-"""The least time a decode step can take: what it must read and reckon, over what the device can do.
+"""Roofline of a decode step: bytes and operations that it needs at least, over what the device can do.
 
 A step reads every weight once and what the cache holds for each row of the batch. Rates are measured in this process by
 a short calibration: no data sheet is believed. A run is never faster than its floor but for what a CPU's caches hold.

@@ -1,4 +1,4 @@
-"""Requests served at fixed memory: a discrete-event simulation of continuous batching, fed with measured times and bytes.
+"""Serving simulation: a discrete-event simulation of continuous batching at fixed memory, fed with measured times and bytes.
 
 The engine it stands for: requests come one by one (Poisson), wait in order, and are admitted as soon as their cache fits
 beside those that are running. An admitted prompt is prefilled by itself, while all others wait; its end is the first

@@ -1,4 +1,4 @@
-"""Laps of a device, runs of several things in turn, and the figures that are said of them."""
+"""Laps of a device, interleaved runs of several things, and their medians and ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What allocators share: whole numbers of slots that add up, from shares that are not whole.
+"""Apportionment: whole numbers of slots that add up to a total, from shares that are not whole.
 
 Budgets are handed out in slots, per row of the batch, in plain Python numbers: a layer has few heads and a model few
 layers, and exact totals matter more than speed here.

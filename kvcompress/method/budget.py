@@ -12,7 +12,7 @@ MOST_TOKENS = 2**31 - 1  # positions are held as int32
 
 
 class NotTogether(ValueError):
-    """Settings each of which is legal, but not with the others: a sweep over all combinations goes on without this one."""
+    """Invalid combination of valid settings: a sweep over all combinations skips the cell."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""In what form kept keys and values are held: the part `Codec`, and what it is told of the slots it codes."""
+"""Codec: the part that encodes kept keys and values, and the positions, heads and rotation that it is given of each slot."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from kvcompress.method.field_kinds import CheckedFields
 from kvcompress.method.view import Needs, State, Tensor
 
 
-class Turns(Protocol):
+class KeyRotation(Protocol):
     """How a layer rotates its keys (`compat.Rotation`)."""
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor: ...
@@ -44,7 +45,7 @@ class Slots:
     dtype: torch.dtype = torch.float32
     queries: tuple[Tensor, Tensor] | None = None
     owners: Tensor | None = None
-    rotation: Turns | None = None
+    rotation: KeyRotation | None = None
     taken: Tensor | None = None
 
     def rotate(self, keys: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ class Slots:
         """Keys before rotation, from keys `[B, H_kv, n, D]` as the model made them."""
         return self._known().unrotate(keys, self.rotated)
 
-    def _known(self) -> Turns:
+    def _known(self) -> KeyRotation:
         if self.rotation is None:
             raise ValueError("a codec that turns keys back says so: needs_rotation = True")
         return self.rotation
@@ -69,7 +70,7 @@ class Slots:
         return values if self.owners is None else values.flatten(0, 1).index_select(0, self.owners)[None]
 
 
-class Codec(ABC):
+class Codec(CheckedFields, ABC):
     """In what form kept keys and values are held: named channels whose dim 2 is the slot.
 
     A codec takes effect as an eviction does: a prompt attends to exact keys and values and scorers see them; what is

@@ -1,4 +1,4 @@
-"""What a method is: a frozen set of hyper-parameters, with the paper's defaults, that builds parts."""
+"""Method: a frozen set of hyper-parameters, with the paper's defaults, that builds parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from kvcompress.method.budget import Budget, NotTogether, cap, check_budget, is_unlimited
 from kvcompress.method.codec import GroupedCodec
+from kvcompress.method.field_kinds import CheckedFields
 from kvcompress.method.parts import (
     Allocator,
     Codec,
@@ -125,7 +126,7 @@ ILLEGAL: list[tuple[str, Any]] = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(CheckedFields):
     """A published method: hyper-parameters with the paper's defaults, and the parts they build.
 
     Attributes:

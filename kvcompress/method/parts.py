@@ -1,4 +1,4 @@
-"""The parts a method is made of: five questions, five abstract answers, and a schedule.
+"""Base classes of a method's parts: prefill, scorer, budget allocator, codec, reader; and the schedule that triggers them.
 
 `Prefill` how the prompt's KV comes to be, `Scorer` how much each cached token matters, `Allocator` who gets how much
 of the budget, `Codec` in what form the kept is held, `Reader` what a decode query attends to; and a `Schedule`, when.
@@ -8,13 +8,15 @@ Parts decide; the session applies. None touches a cache tensor or holds state be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.method.codec import Codec, Plain
+from kvcompress.method.field_kinds import CheckedFields
 from kvcompress.method.view import LayerView, Needs, Observed, Pass, State, Tensor
 
 __all__ = [
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 
-class Scorer(ABC):
+class Scorer(CheckedFields, ABC):
     """How much each cached token matters. `sinks` and `window` are protected by construction, never by a score.
 
     Attributes:
@@ -44,8 +46,8 @@ class Scorer(ABC):
 
     sinks: int = 0
     prompt_state: ClassVar[tuple[str, ...]] = ()
-    """Entries of `state` that only join the chunks of one prompt: dropped when it is over, unless the schedule goes on
-    in decode."""
+    """State keys needed only between the chunks of a chunked prefill: deleted at its end, unless the schedule goes on in
+    decode."""
     first_share: float = 1.0
     protected_first: bool = False
 
@@ -93,7 +95,7 @@ class Scorer(ABC):
         return ()
 
 
-class Allocator(ABC):
+class Allocator(CheckedFields, ABC):
     """Who gets how much of the budget."""
 
     scope: ClassVar[Literal["layer", "cascade", "all"]] = "layer"
@@ -153,7 +155,7 @@ class Uniform(Allocator):
         return [per_head[:, None].expand(-1, heads).clone() for _ in scores]
 
 
-class Reader(ABC):
+class Reader(CheckedFields, ABC):
     """What a single-token decode query attends to."""
 
     name: ClassVar[str]
@@ -207,20 +209,50 @@ class Prefilled:
 
 
 class PromptRunner(Protocol):
-    """What a session offers to a prefill."""
+    """A session, as a prefill sees it.
+
+    Attributes:
+        cache: the sequence that the prompt goes into.
+        store: where chunks are kept, from `Prefill.open_store` or the caller.
+        reuse_rotations: RoPE per layer, where the method's prefill `needs_segments`.
+        observed_queries: how many of a prompt's last queries the method looks at: they are made in one forward.
+    """
 
     cache: Any
+    store: Any
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def reuse_rotations(self) -> list[Any]: ...
+
+    @property
+    def observed_queries(self) -> int: ...
+
+    def new_cache(self, headroom: bool = True, exact: bool = False) -> Any:
+        """An empty cache; with `exact` one that holds keys and values as the model makes them, all of them."""
+        ...
+
+    def forward(
+        self, phase: str, ids: Tensor, mask: Tensor | None = None, every: bool = False, recompute: Any = None
+    ) -> Tensor:
+        """One forward of the current cache in a phase ("prompt", "append") → logits `[B, V]` of the last position.
+
+        `recompute` (a `cache.forward.Fusing`) puts reused keys and values in the place of the model's own.
+        """
+        ...
+
+    def load(self, ids: Tensor, rows: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """Append keys and values `rows(layer)` of `ids [1, n]` that were computed before."""
+        ...
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
         """Run `ids [B, n]` on the current cache, whole or in chunks, each compressed when it ends."""
         ...
 
-    def forward_blended(self, segments: list[Tensor], mask: Tensor | None, plan: Any) -> Prefilled:
-        """Run a prompt whose segments but the last are reused as far as `plan` (`kvcompress.reuse.selective_recompute.Plan`) says."""
-        ...
 
-
-class Prefill(ABC):
+class Prefill(CheckedFields, ABC):
     """How the prompt's KV comes to be."""
 
     name: ClassVar[str]
@@ -238,6 +270,18 @@ class Prefill(ABC):
     @abstractmethod
     def run(self, session: PromptRunner, segments: list[Tensor], mask: Tensor | None) -> Prefilled:
         """Run the prompt, given as one or more `[B, n]` id tensors, into `session.cache`."""
+
+    def open_store(self, model: Any) -> Any:
+        """The store of a session that was given none; None where nothing is reused."""
+        return None
+
+    def precompute(self, session: PromptRunner, segments: list[Tensor]) -> int:
+        """Put the chunks of a prompt `[prefix or first chunk, chunk, …, question]` into `session.store`.
+
+        Returns:
+            how many were not there yet and were prefilled now.
+        """
+        return 0
 
 
 @dataclass(frozen=True)
@@ -266,7 +310,7 @@ class Chunked(Prefill):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(CheckedFields):
     """When a method compresses: at the end of each prompt, and in decode row by row.
 
     Without `every` and `newline` decoded tokens are appended beyond the cap.
@@ -317,7 +361,7 @@ class Schedule:
             if not newline_ids:
                 raise ValueError("schedule.newline=true, but no token of this tokenizer holds a line break")
         if self.until and not until_ids:
-            until_ids = tuple(tokenizer.encode(self.until, add_special_tokens=False))
+            until_ids = tuple(plain_ids(tokenizer, self.until))
             if len(until_ids) != 1:
                 raise ValueError(
                     f"schedule.until={self.until!r} is {len(until_ids)} tokens of this tokenizer; it must be one"

@@ -1,4 +1,4 @@
-"""What scorers share: one that builds on another."""
+"""Scorers over other scorers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""From scores and counts to the set of slots to keep, with sinks and window in it by construction."""
+"""Selection: from scores and counts to the set of slots to keep, with sinks and window in it by construction."""
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 
@@ -28,7 +30,34 @@ def ranked(scores: Tensor, positions: Tensor, protection: Protection) -> Tensor:
     """Scores as an allocator sees them: +inf where a slot is protected, -inf where it is empty, finite elsewhere."""
     held, guarded = _guarded(positions, protection)
     finite = torch.finfo(scores.dtype)
-    return scores.clamp(finite.min, finite.max).masked_fill(~held, float("-inf")).masked_fill(guarded, float("inf"))
+    scores = scores.nan_to_num(finite.min, finite.max, finite.min)
+    return scores.masked_fill(~held, float("-inf")).masked_fill(guarded, float("inf"))
+
+
+def check_nan(rows: Tensor) -> None:
+    """Warn of rows of a batch, bool `[B]`, that have a NaN among their scores: the others are as they are alone.
+
+    Raises:
+        ValueError: every row has one.
+    """
+    found = rows.nonzero().squeeze(1).tolist()
+    if len(found) == len(rows):
+        raise ValueError("a score is NaN" + (f" in each of the {len(rows)} rows" if len(rows) > 1 else ""))
+    if found:
+        which = f"row {found[0]}" if len(found) == 1 else f"rows {', '.join(map(str, found))}"
+        warnings.warn(
+            f"a score is NaN in {which} of a batch of {len(rows)}: what is kept there is arbitrary, the other rows are sound",
+            stacklevel=2,
+        )
+
+
+def _without_nan(scores: Tensor, candidate: Tensor) -> Tensor:
+    """Scores with the lowest number in the place of NaN; raises as `check_nan`."""
+    nan = scores.isnan() & candidate
+    if not bool(nan.any()):
+        return scores
+    check_nan(nan.flatten(1).any(1))
+    return scores.masked_fill(nan, torch.finfo(scores.dtype).min)
 
 
 def top_slots(scores: Tensor, positions: Tensor, counts: Tensor, protection: Protection) -> Tensor:
@@ -43,12 +72,11 @@ def top_slots(scores: Tensor, positions: Tensor, counts: Tensor, protection: Pro
         bool `[B, H, P]` with exactly `counts` true values per head.
 
     Raises:
-        ValueError: if a held slot's score is NaN.
+        ValueError: if a held slot's score is NaN in every row of the batch.
     """
     held, guarded = _guarded(positions, protection)
     candidate = (held & ~guarded).expand_as(scores)
-    if bool((scores.isnan() & candidate).any()):
-        raise ValueError("a score is NaN")
+    scores = _without_nan(scores, candidate)
     lowest = torch.finfo(torch.float32).min
     ranked = scores.clamp(min=lowest).masked_fill(~candidate, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
@@ -93,8 +121,7 @@ def lowest_slot(scores: Tensor, positions: Tensor, protection: Protection) -> Te
     """The one slot per head to drop, `[B, H, 1]`: the lowest score; of ties the latest position goes."""
     held, guarded = _guarded(positions, protection)
     candidate = (held & ~guarded).expand_as(scores)
-    if bool((scores.isnan() & candidate).any()):
-        raise ValueError("a score is NaN")
+    scores = _without_nan(scores, candidate)
     highest = torch.finfo(torch.float32).max
     ranked = scores.clamp(max=highest).masked_fill(~candidate, float("inf"))
     return scores.shape[-1] - 1 - ranked.flip(-1).argmin(dim=-1, keepdim=True)

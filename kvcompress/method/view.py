@@ -1,4 +1,4 @@
-"""What parts may see: what they ask for, a layer as it is held, and what was observed of its attention."""
+"""Views: what parts ask for (`Needs`), a layer as it is held (`LayerView`), and its observed attention (`Observed`)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ class Observed(ABC):
 
     @abstractmethod
     def logits(self, size: int) -> tuple[Tensor, Tensor]:
-        """What `window` is the softmax of, without sinks: logits `[B, H_kv, G, size, P]`, -inf where not visible.
+        """Attention logits of the last `size` queries, before softmax and without sink logits.
+
+        `[B, H_kv, G, size, P]`, -inf where not visible.
 
         For scorers with a normalisation of their own. In decode they need a window of at least 2 (of one, the step's
         own attention is all that is known). Also the same bool `[B, size]`; the rest means nothing where it is False.

@@ -1,4 +1,4 @@
-"""Metrics of published benchmarks: plain functions in `scores`, and the same as `evaluate` modules through `load`."""
+"""Metrics of published benchmarks: plain functions in `scores`, and as modules of `evaluate` through `load`."""
 
 from kvcompress.metrics.scores import MISSES, VERSIONS, score
 

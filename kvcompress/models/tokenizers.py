@@ -1,4 +1,4 @@
-"""Which tokenizer belongs to a model that was loaded here."""
+"""Tokenizers of models that were loaded here."""
 
 from __future__ import annotations
 

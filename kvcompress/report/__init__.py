@@ -1,4 +1,4 @@
-"""Boards and figures made from records alone."""
+"""Leaderboards and figures, made from records alone."""
 
 from kvcompress.report.averages import rank
 from kvcompress.report.frame import load

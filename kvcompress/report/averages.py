@@ -1,4 +1,4 @@
-"""What is only said across runs: averages over the data sets of a suite, and ranks at equal measured bytes."""
+"""Averages over the data sets of a suite, and ranks at equal measured bytes."""
 
 from __future__ import annotations
 

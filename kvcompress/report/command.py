@@ -1,4 +1,4 @@
-"""The command that repeats a run, from the configuration it left in its folder."""
+"""Command lines that repeat a run, from the configuration in its folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from kvcompress.sweep import stored_config
 
 PROGRAM = "python scripts/run.py"
 PARTS = ("allocator", "codec", "reader", "prefill", "schedule")
@@ -79,13 +79,8 @@ class Commands:
 
     def overrides(self, folder: Path, record: Mapping[str, Any]) -> list[str] | None:
         """Overrides that compose the configuration in `folder`, or None where it left none that can be read."""
-        try:
-            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            return None
-        if not isinstance(config, dict) or not all(
-            isinstance(config.get(k), dict) for k in ("model", "task", "method")
-        ):
+        config = stored_config.read(folder / "config.yaml")
+        if config is None or not all(isinstance(config.get(k), dict) for k in ("model", "task", "method")):
             return None
         chosen = self._chosen(config, record)
         usual = self._usual(chosen)
@@ -143,16 +138,12 @@ class Commands:
 
 def from_hydra() -> Commands:
     """Commands in terms of this version's configuration groups."""
-    from omegaconf import OmegaConf
-
     from kvcompress.sweep.config import check_overrides, composing, folder, options
 
     def compose(chosen: Sequence[str]) -> Mapping[str, Any]:
         check_overrides(chosen, folder())  # makes Hub ids known
         with composing() as made:
-            found = OmegaConf.to_container(made(chosen), resolve=True)
-        assert isinstance(found, dict)
-        return {str(key): value for key, value in found.items()}
+            return stored_config.plain(made(chosen))
 
     valid: dict[str, Sequence[str]] = {}
     return Commands(compose, lambda group: valid.setdefault(group, options(group, folder())))

@@ -1,4 +1,4 @@
-"""Figures of records over budgets: score and divergence by bytes held, and divergence by position."""
+"""Figures over budgets: score and divergence by bytes held, and divergence by position."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from kvcompress.report.external import points
-from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.common.text import for_figure
+from kvcompress.report.external import external_points
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, by_model, several
 from kvcompress.report.series import (
     COLOURS,
@@ -19,8 +20,8 @@ from kvcompress.report.series import (
     MARKERS,
     Record,
     Series,
+    by_family,
     is_plain,
-    rows,
     series,
     spread,
     unlimited,
@@ -76,7 +77,7 @@ class End(NamedTuple):
     mean: float
 
 
-def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = ()) -> list[Path]:
+def draw_curves(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = ()) -> list[Path]:
     """Every figure the records allow, as PNG and SVG in `folder`.
 
     Per sweep and model, where some method has two budgets or more: score and divergence by budget; per setting, the
@@ -86,13 +87,12 @@ def draw_all(entries: Sequence[Entry], folder: Path, others: Sequence[Record] = 
     written: list[Path] = []
     for sweep, model, groups in by_model(entries):
         usable = [group for group in groups if any(map(varied, series(group)))]
-        stem = f"{sweep}-{model.replace('/', '_')}"
         heading = f"{sweep}: {model}"
         panels = sorted((by_budget(group, others) for group in usable), key=lambda panel: (panel.log_y, panel.title))
         if panels := [panel for panel in panels if panel.drawable]:
-            written += save(_figure(panels, heading), folder / f"{stem}-budget")
+            written += save(_figure(panels, heading), folder / figure_stem(sweep, model, "", None, "budget"))
         for group in usable:
-            name = f"{stem}-{group[0]['task'].replace('/', '-')}-{str(group[0].get('protocol.pair'))[:8]}"
+            name = figure_stem(sweep, model, group[0]["task"], str(group[0].get("protocol.pair")), "")
             if panels := [panel for panel in by_bytes(group) if panel.drawable]:
                 written += save(_figure(panels, heading), folder / f"{name}-bytes")
             if any(record.get("metrics.curve_kl") and not unlimited(record) for record in group):
@@ -140,7 +140,7 @@ def by_budget(group: list[Record], others: Sequence[Record] = ()) -> Panel:
         "bytes held after compression, measured, share of the full cache\n"
         "(a thin line leads there from a nominal budget that differs)"
     )
-    beside = [] if divergence(group) else points(group, others)
+    beside = [] if divergence(group) else external_points(group, others)
     if beside:
         label += "\n(grey ×: numbers of others, at the share they asked for)"
     return Panel(about(group), group, x=partial(get, "kv.ratio"), x_label=label, others=beside, **y_axis(group))
@@ -169,7 +169,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
 
     names = {one.name: one for panel in panels for one in panel.lines}
     lines = sorted(names.values(), key=lambda one: (one.family, one.name))
-    families = rows(lines)
+    families = by_family(lines)
     height = 2.7
     size = (5.9 * len(panels), height * len(families) + 0.7)
     figure, grid = plt.subplots(len(families), len(panels), figsize=size, layout="constrained", squeeze=False)
@@ -180,13 +180,13 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
             drawn = {one.name: one for one in panel.lines}
             wanted = [(one.name, drawn.get(one.name)) for one in members]
             _paint(axes, panel, wanted, bounds, height)
-            axes.set_title(name, fontsize=SIZE + 1, loc="left")
+            axes.set_title(for_figure(name), fontsize=SIZE + 1, loc="left")
             if line == 0:
-                axes.set_title(f"{panel.title}\n\n{name}", fontsize=SIZE + 1, loc="left")
-            axes.set_ylabel(panel.y_label, fontsize=SIZE)
+                axes.set_title(f"{for_figure(panel.title)}\n\n{for_figure(name)}", fontsize=SIZE + 1, loc="left")
+            axes.set_ylabel(for_figure(panel.y_label), fontsize=SIZE)
             if line == len(families) - 1:
                 axes.set_xlabel(panel.x_label, fontsize=SIZE)
-    head(figure, title)
+    suptitle(figure, title)
     return figure
 
 
@@ -240,9 +240,11 @@ def _paint(
         [x for x, _, _ in panel.others], [y for _, y, _ in panel.others], color=OTHERS, marker="x", ms=4, lw=0, zorder=2
     )
     for x, y, row in panel.others if len(panel.others) <= NAMED else ():
-        axes.annotate(str(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS)
+        axes.annotate(
+            for_figure(row.get("method")), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=OTHERS
+        )
     label_ends(axes, ends, height, panel.log_y)
-    quiet(axes, SIZE, "y")
+    light_axes(axes, SIZE, "y")
 
 
 def _nominal(record: Record) -> bool:
@@ -288,7 +290,7 @@ def label_ends(axes: Any, ends: Sequence[End], height: float, tied: bool) -> Non
     for end, place in zip(ends, spread(wanted, gap, 0.0, 1.0), strict=True):
         line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "alpha": 0.6, "shrinkA": 4, "shrinkB": 2}
         axes.annotate(
-            end.name,
+            for_figure(end.name),
             (end.x, end.y),
             xytext=(1.06, place),
             textcoords="axes fraction",
@@ -334,13 +336,13 @@ def _by_position(group: Sequence[Record], title: str) -> Any:
                 handles[record["budget"]] = axes.plot(
                     record["metrics.curve_position"], points, color=shades[record["budget"]], lw=1.3
                 )[0]
-        axes.set_title(one.name, fontsize=SIZE + 1, loc="left")
+        axes.set_title(for_figure(one.name), fontsize=SIZE + 1, loc="left")
         axes.set_yscale("log")
-        quiet(axes, SIZE, "y")
+        light_axes(axes, SIZE, "y")
     labels = [f"{b:g}" if isinstance(b, float) else f"{b} tok" for b in budgets if b in handles]
     figure.legend([handles[b] for b in budgets if b in handles], labels, title="budget", fontsize=SIZE,
                   title_fontsize=SIZE, loc="outside right center", frameon=False)  # fmt: skip
     figure.supxlabel("token after the prompt", fontsize=SIZE + 1)
     figure.supylabel("KL(full ‖ compressed), nats", fontsize=SIZE + 1)
-    head(figure, title)
+    suptitle(figure, title)
     return figure

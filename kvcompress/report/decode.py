@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvcompress.report.figure import broken, plotting, save
+from kvcompress.common.text import for_figure
+from kvcompress.report.figure import plotting, save, wrapped
 from kvcompress.report.run_index import Entry, label, ordered
 from kvcompress.report.series import COLOURS
 
@@ -33,7 +34,7 @@ def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
     for one, colour, style in zip(found, cycle(COLOURS), cycle(("-", "--", "-.")), strict=False):  # lines may coincide
         steps = [seen - start for seen in one["seen"]]
         mib = [n / 2**20 for n in one["valid"]]
-        axes.plot(steps, mib, color=colour, linestyle=style, linewidth=1, label=one["name"])
+        axes.plot(steps, mib, color=colour, linestyle=style, linewidth=1, label=for_figure(one["name"]))
     steps = [seen - start for seen in first["seen"]]
     axes.plot(
         steps, [n / 2**20 for n in first["full"]], color="#888888", linewidth=1, linestyle=":", label="full cache"
@@ -57,14 +58,16 @@ def draw_sawtooth(traces: Sequence[Any], title: str, path: Path) -> None:
     right = axes.secondary_yaxis("right", functions=(partial(mul, 2**20 / token), partial(mul, token / 2**20)))
     right.set_ylabel("tokens per head")
     axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
-    axes.set_title(broken(title, 0.9 * figure.get_figwidth(), 10), fontsize=10)
+    axes.set_title(wrapped(for_figure(title), 0.9 * figure.get_figwidth(), 10), fontsize=10)
     save(figure, path.with_suffix(""))
 
 
 def generations(row: Mapping[str, Any]) -> Iterator[list[float]]:
     """Seconds of each decode step of every answer of a finished sample; none where answers were decoded together."""
-    out = row.get("out", {})
+    out = row.get("out") or {}
     seconds = out.get("tpot_s") or []
+    if not isinstance(seconds, list) or not all(seconds):  # a figure of the whole answer, or a step of no time
+        return
     # after a stop token nothing is fed; at the limit the last token is not
     lengths = [
         len(tokens) - (end == "length")
@@ -103,12 +106,12 @@ def draw_speed(entries: Sequence[Entry], title: str, path: Path) -> bool:
     figure, axes = plt.subplots(figsize=(8.0, 4.0), layout="constrained")
     styles = cycle((colour, style) for style in ("-", "--", ":") for colour in COLOURS)
     for (name, points), (colour, style) in zip(lines, styles, strict=False):
-        axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.5, label=name)
+        axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.5, label=for_figure(name))
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.set_xlabel("tokens generated")
     axes.set_ylabel("tokens per second (median)")
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title(broken(title, 0.9 * figure.get_figwidth(), 10), fontsize=10)
+    axes.set_title(wrapped(for_figure(title), 0.9 * figure.get_figwidth(), 10), fontsize=10)
     save(figure, path.with_suffix(""))
     return True

@@ -1,4 +1,4 @@
-"""Numbers of others as rows of a board: published tables, evaluations of kvpress, results of lm-eval.
+"""External results as rows of a board: published tables, evaluations of kvpress, results of lm-eval.
 
 They have the columns of records (`kvcompress.report.frame.COLUMNS`) as far as they are known, an `origin` that says
 whose they are and a `source`. Scores are brought to 0 to 1; `metrics.value` keeps the number as it was printed. Nothing
@@ -341,7 +341,9 @@ def belongs(row: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
     )
 
 
-def points(records: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, Row]]:
+def external_points(
+    records: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]
+) -> list[tuple[float, float, Row]]:
     """Where foreign rows lie beside comparable records: share of the cache as they were asked to keep, score, row.
 
     Tokens become a share through the mean length of the measured prompts.

@@ -1,4 +1,4 @@
-"""Tables of numbers that others published or ran: apart from what was measured, each with its source."""
+"""Tables of external results, apart from what was measured here, each row with its source."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from kvcompress.common.text import cell, for_markdown
 from kvcompress.report.external import belongs
 from kvcompress.report.table import MISSING
 
@@ -60,7 +60,7 @@ def order(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def print_external(rows: Sequence[Row], console: Console) -> None:
     """Print the rows dimmed in a table of their own."""
     if not rows:
         return
@@ -69,11 +69,11 @@ def show(rows: Sequence[Row], console: Console) -> None:
     for name, _ in COLUMNS:
         table.add_column(name, justify="right" if name in ("budget", "score", "n") else "left", overflow="fold")
     for row in order(rows):
-        table.add_row(*(Text(value(row), style="dim") for _, value in COLUMNS))
+        table.add_row(*(cell(value(row), "dim") for _, value in COLUMNS))
     console.print(table)
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def external_markdown(rows: Sequence[Row]) -> str:
     """The same as a markdown table; empty where there are none."""
     if not rows:
         return ""
@@ -82,6 +82,6 @@ def markdown(rows: Sequence[Row]) -> str:
         "|" + "|".join(" ---: " if name in ("budget", "score", "n") else " :--- " for name, _ in COLUMNS) + "|"
     )
     for row in order(rows):
-        cells = (" ".join(value(row).split()).replace("|", "\\|") for _, value in COLUMNS)
+        cells = (for_markdown(value(row)) for _, value in COLUMNS)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])

@@ -1,10 +1,12 @@
-"""How figures are written."""
+"""Matplotlib set-up: titles, axes, file names, and saving as PNG and SVG."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
+
+from kvcompress.common.text import for_figure, for_filename
 
 KINDS = ("png", "svg")
 
@@ -31,18 +33,24 @@ def save(figure: Any, stem: Path) -> list[Path]:
     return paths
 
 
-def broken(text: str, inches: float, size: float) -> str:
+def figure_stem(sweep: str, model: str, task: str, pair: Any, kind: str) -> str:
+    """The name of a figure without its ending, from what it is of and what it shows; what is empty is left out."""
+    parts = [sweep, model.replace("/", "_"), task.replace("/", "-"), "" if pair is None else str(pair)[:8], kind]
+    return "-".join(for_filename(part) for part in parts if part)
+
+
+def wrapped(text: str, inches: float, size: float) -> str:
     """`text` with line breaks between words, so that no line is wider than so many inches at a font size."""
     return "\n".join(wrap(text, max(20, int(inches * 72 / (0.6 * size))), break_long_words=False))
 
 
-def head(figure: Any, text: str, size: float = 11, **place: Any) -> None:
+def suptitle(figure: Any, text: str, size: float = 11, **place: Any) -> None:
     """A title above all panels, in as many lines as the figure's width needs; at the left unless placed."""
     place = place or {"x": 0.01, "ha": "left"}
-    figure.suptitle(broken(text, 0.97 * figure.get_figwidth(), size), fontsize=size, **place)
+    figure.suptitle(wrapped(for_figure(text), 0.97 * figure.get_figwidth(), size), fontsize=size, **place)
 
 
-def quiet(axes: Any, size: float, grid: str = "both") -> None:
+def light_axes(axes: Any, size: float, grid: str = "both") -> None:
     """Faint lines behind what is drawn, small numbers, and no frame above and at the right."""
     axes.tick_params(labelsize=size)
     axes.grid(axis=grid, color="#eeeeee", lw=0.6, zorder=0)

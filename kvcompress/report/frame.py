@@ -1,4 +1,4 @@
-"""Records as a pandas frame with statistics: `kvcompress.report.load(path)`."""
+"""Records as a pandas data frame with statistics: `kvcompress.report.load(path)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heat maps of scores over depth: one panel of methods for one length, or one panel per method over lengths."""
+"""Needle heat maps: score by depth and method for one prompt length, or by depth and length for each method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvcompress.report.figure import broken, head, plotting, save
+from kvcompress.common.text import for_figure
+from kvcompress.report.figure import plotting, save, suptitle, wrapped
 from kvcompress.report.run_index import Entry, budget_of, label, named, ordered
 
 COLOURS = "cividis"  # even in lightness and made for colour-blind readers; bright is good
@@ -18,13 +19,14 @@ def grid(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, float], float]:
     """Mean score per (length, depth) of samples that have both."""
     cells: dict[tuple[int, float], list[float]] = {}
     for row in rows:
-        meta = row.get("meta", {})
-        if "length" in meta and "depth" in meta:
-            cells.setdefault((meta["length"], meta["depth"]), []).append(float(row["score"]))
+        meta = row.get("meta") or {}
+        length, depth = meta.get("length"), meta.get("depth")
+        if isinstance(length, (int, float)) and isinstance(depth, (int, float)):  # of some tasks lengths are names
+            cells.setdefault((int(length), depth), []).append(float(row["score"]))
     return {key: fmean(values) for key, values in cells.items()}
 
 
-def draw(entries: Sequence[Entry], title: str, path: Path) -> bool:
+def draw_heatmap(entries: Sequence[Entry], title: str, path: Path) -> bool:
     """Write a heat map of comparable finished runs to `path`; False where no sample has a length and a depth."""
     plt = plotting()
 
@@ -39,7 +41,7 @@ def draw(entries: Sequence[Entry], title: str, path: Path) -> bool:
     lengths = sorted({length for _, cells in runs for length, _ in cells})
     depths = sorted({depth for _, cells in runs for _, depth in cells})
     figure = _methods(plt, runs, lengths[0], depths) if len(lengths) == 1 else _grids(plt, runs, lengths, depths)
-    head(figure, title, 10, ha="center")
+    suptitle(figure, title, 10, ha="center")
     save(figure, path.with_suffix(""))
     return True
 
@@ -82,7 +84,7 @@ def _methods(plt: Any, runs: Sequence[tuple[Any, Any]], length: int, depths: Seq
         block = end - start
         # a long name over a single column would run into its neighbours
         turn = {"rotation": 30, "ha": "left"} if len(names[start]) > 9 * block else {"ha": "center"}
-        axes.text((start + end - 1) / 2, -0.62, names[start], va="bottom", fontsize=9, **turn)
+        axes.text((start + end - 1) / 2, -0.62, for_figure(names[start]), va="bottom", fontsize=9, **turn)
         if start:
             axes.axvline(start - 0.5, color="black", linewidth=1.5)
     axes.set_ylabel("depth of the needle")
@@ -110,7 +112,7 @@ def _grids(plt: Any, runs: Sequence[tuple[Any, Any]], lengths: Sequence[int], de
             record, cells = group[column]
             table = [[cells.get((length, depth), math.nan) for length in lengths] for depth in depths]
             image = _paint(panel, table, [f"{length:,}" for length in lengths], depths)
-            panel.set_title(broken(f"{label(record)} · mean {record['score']:.2f}", wide, 9), fontsize=9)
+            panel.set_title(wrapped(f"{for_figure(label(record))} · mean {record['score']:.2f}", wide, 9), fontsize=9)
             panel.tick_params(labelsize=8)
             if column == 0:
                 panel.set_ylabel("depth")

@@ -1,4 +1,4 @@
-"""One axis for all families: what a score or a divergence costs in bytes really held, whatever saves them."""
+"""Scores and divergences at equal bytes: methods of all families on one axis of measured bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvcompress.common.text import for_figure
 from kvcompress.report.curves import SIZE, End, Panel, about, get, label_ends, limits, y_axis
-from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, by_model
 from kvcompress.report.series import MARKERS, Record, series, unlimited
 
@@ -45,7 +46,7 @@ def draw_equal(entries: Sequence[Entry], folder: Path) -> list[Path]:
     for sweep, model, groups in by_model(entries):
         panels = [_panel(group) for group in groups if len(_kinds(group)) > 1]
         if panels := sorted((one for one in panels if one.drawable), key=lambda one: (one.log_y, one.title)):
-            stem = folder / f"{sweep}-{model.replace('/', '_')}-equal-bytes"
+            stem = folder / figure_stem(sweep, model, "", None, "equal-bytes")
             written += save(_figure(panels, f"{sweep}: {model}"), stem)
     return written
 
@@ -69,7 +70,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     shown = [name for name in KINDS if any(name in _kinds(panel.records) for panel in panels)]
     handles = [plt.Line2D([], [], color=KINDS[name], lw=2) for name in shown]
     figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=SIZE, frameon=False)
-    head(figure, title)
+    suptitle(figure, title)
     return figure
 
 
@@ -101,7 +102,7 @@ def _paint(axes: Any, panel: Panel, height: float) -> None:
         axes.plot(xs, ys, color=KINDS[what], marker=marker, ms=4.5, zorder=3, **style)
         ends.append(End(one.name, KINDS[what], marker, xs[-1], ys[-1], fmean(ys)))
     label_ends(axes, ends, height, panel.log_y)
-    axes.set_title(panel.title, fontsize=SIZE + 1, loc="left")
+    axes.set_title(for_figure(panel.title), fontsize=SIZE + 1, loc="left")
     axes.set_xlabel(panel.x_label, fontsize=SIZE)
-    axes.set_ylabel(panel.y_label, fontsize=SIZE)
-    quiet(axes, SIZE)
+    axes.set_ylabel(for_figure(panel.y_label), fontsize=SIZE)
+    light_axes(axes, SIZE)

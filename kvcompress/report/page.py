@@ -1,4 +1,4 @@
-"""One HTML page that opens from disk: table, figures and samples of the records under a folder.
+"""The HTML board: one page that opens from disk, with table and figures; samples lie beside it.
 
 The page holds all that its table and figures show, styles and scripts included, and asks no network for anything. Samples,
 which are many, lie beside it in a folder of the same name and are loaded when somebody looks at them.

@@ -1,4 +1,4 @@
-"""What the page shows, as plain data: rows, groups of comparable rows, and the shapes that figures draw."""
+"""Data of the HTML board: rows, groups of comparable rows, and what its figures draw."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def shape(rows: Sequence[Record], record: Mapping[str, Any]) -> dict[str, Any]:
     if map_ := grid(coarse(rows)):
         found["heat"] = [[length, depth, number(score, 4)] for (length, depth), score in sorted(map_.items())]
     outs = [row["out"] for row in rows if isinstance(row.get("out"), dict)]
-    if held := along([line for out in outs if (line := held_by(out))]):
+    if held := mean_line([line for out in outs if (line := held_by(out))]):
         found["held"] = held
     ends = [out.get("compressed") or {} for out in outs]
     for name, key in (("layers", "kept_per_layer"), ("heads", "kept_per_head")):
@@ -240,7 +240,7 @@ def held_by(out: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
     return [last * i / (len(values) - 1) for i in range(len(values))], [float(value) for value in values]
 
 
-def along(lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[list[Any]] | None:
+def mean_line(lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[list[Any]] | None:
     """The mean of lines (steps, values) over the steps that all of them have, at no more than POINTS of them."""
     if not lines:
         return None

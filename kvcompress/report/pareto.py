@@ -1,4 +1,4 @@
-"""Figures of Pareto fronts: what a score costs in bytes held, bytes read and time per token."""
+"""Pareto fronts: score against bytes held, bytes read and time per token."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common.text import for_figure
 from kvcompress.report.curves import about
-from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, budget_of, label, named
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record
 from kvcompress.report.stats import pareto
@@ -50,7 +51,7 @@ def draw_fronts(entries: Sequence[Entry], folder: Path) -> list[Path]:
     written: list[Path] = []
     for (sweep, pair), group in sorted(groups.items()):
         if panels := fronts(group):
-            stem = folder / f"{sweep}-{group[0]['task'].replace('/', '-')}-{pair[:8]}-pareto"
+            stem = folder / figure_stem(sweep, "", group[0]["task"], pair, "pareto")
             written += save(_figure(panels, f"{sweep}: {group[0]['model']} · {about(group)}"), stem)
     return written
 
@@ -72,12 +73,13 @@ def _figure(panels: Sequence[dict[str, Any]], title: str) -> Any:
         last = None
         for x, y, record in front:
             text = label(record) if named(record) != last else budget_of(record)
-            axes.annotate(text, (x, y), xytext=(5, -10), textcoords="offset points", fontsize=SIZE - 1)
+            axes.annotate(for_figure(text), (x, y), xytext=(5, -10), textcoords="offset points", fontsize=SIZE - 1)
             last = named(record)
         axes.set_xlim(left=0)
         axes.set_ylim(-0.03, 1.05)
         axes.set_xlabel(panel["label"], fontsize=SIZE)
-        axes.set_ylabel(f"score ({str(panel['points'][0][2].get('metric')).partition('/')[0]})", fontsize=SIZE)
-        quiet(axes, SIZE)
-    head(figure, title, 10)
+        metric = str(panel["points"][0][2].get("metric")).partition("/")[0]
+        axes.set_ylabel(for_figure(f"score ({metric})"), fontsize=SIZE)
+        light_axes(axes, SIZE)
+    suptitle(figure, title, 10)
     return figure

@@ -1,4 +1,4 @@
-"""What reusing chunks costs and saves: divergence and score against time to first token, by the share recomputed.
+"""Chunk reuse (CacheBlend, prefix caching): divergence and score against time to first token, by share recomputed.
 
 Times are those of the very runs that a record is of, which prefilled each prompt in each way: ratios are paired.
 """
@@ -15,8 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvcompress.common.text import cell, for_figure, for_markdown
 from kvcompress.report.curves import FLOOR, SIZE, about
-from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry
 from kvcompress.report.series import COLOURS, MARKERS, Record
 
@@ -24,7 +25,7 @@ WAYS = {"full": "full prefill", "prefix": "prefix reuse"}
 _RATIO = re.compile(r"\b(?:prefill\.)?ratio=([0-9.]+(?:e-?[0-9]+)?)\s*")
 
 
-def measured(record: Record) -> bool:
+def timed_prefills(record: Record) -> bool:
     """True for a finished run that timed its prompts beside a full prefill of them."""
     return record["status"] == "ok" and record.get("metrics.ttft_to_full") is not None
 
@@ -49,7 +50,7 @@ def name(record: Record) -> str:
 def groups(records: Iterable[Record]) -> list[list[Record]]:
     """Runs that may be compared, by name and rising ratio."""
     found: dict[Any, list[Record]] = {}
-    for record in filter(measured, records):
+    for record in filter(timed_prefills, records):
         found.setdefault(record.get("protocol.pair"), []).append(record)
     return [sorted(group, key=lambda r: (name(r), ratio(r), r["run_id"])) for group in found.values()]
 
@@ -120,28 +121,29 @@ def _tier(record: Record) -> str:
     return str(record.get("protocol.tier") or "memory")
 
 
-def markdown(records: Iterable[Record]) -> str:
+def reuse_markdown(records: Iterable[Record]) -> str:
     """A table per group of comparable runs; empty where none measured its prefills."""
     lines: list[str] = []
     for group in groups(records):
-        lines += [f"### Reuse: {_title(group)}", ""]
+        lines += [f"### Reuse: {for_markdown(_title(group))}", ""]
         lines.append("| " + " | ".join(title for title, _ in COLUMNS) + " |")
         lines.append("|" + "|".join(" :--- " if title == "method" else " ---: " for title, _ in COLUMNS) + "|")
-        lines += ["| " + " | ".join(show(record) for _, show in COLUMNS) + " |" for record in group]
-        lines += ["", LEGEND.format(tier=_tier(group[0])), ""]
+        lines += ["| " + " | ".join(for_markdown(show(record)) for _, show in COLUMNS) + " |" for record in group]
+        lines += ["", LEGEND.format(tier=for_markdown(_tier(group[0]))), ""]
     return "\n".join(lines)
 
 
-def show(records: Iterable[Record], console: Console) -> None:
+def print_reuse(records: Iterable[Record], console: Console) -> None:
     """The same on a terminal, with fewer columns."""
     wanted = ("method", "ratio", "KL", "F1", "TTFT", "full prefill", "prefix reuse", "to full")
     for group in groups(records):
-        table = Table(title=f"Reuse: {_title(group)}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        shown = [(title, cell) for title, cell in COLUMNS if title in wanted]
+        heading = cell(f"Reuse: {_title(group)}", "bold")
+        table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
+        shown = [(title, value) for title, value in COLUMNS if title in wanted]
         for title, _ in shown:
             table.add_column(title, justify="left" if title == "method" else "right", no_wrap=title != "method")
         for record in group:
-            table.add_row(*(cell(record) for _, cell in shown))
+            table.add_row(*(cell(value(record)) for _, value in shown))
         console.print(table)
 
 
@@ -157,8 +159,7 @@ def draw_reuse(entries: Sequence[Entry], folder: Path) -> list[Path]:
     for sweep, records in sorted(sweeps.items()):
         for group in groups(records):
             record = group[0]
-            stem = f"{sweep}-{record['model']}-{record['task']}-{str(record.get('protocol.pair'))[:8]}-reuse"
-            stem = re.sub(r"[^\w.-]+", "-", stem)
+            stem = figure_stem(sweep, record["model"], record["task"], record.get("protocol.pair"), "reuse")
             written += save(_figure(group, f"{sweep}: {_title(group)}"), folder / stem)
     return written
 
@@ -188,10 +189,10 @@ def _figure(group: Sequence[Record], title: str) -> Any:
         axes.set_xlim(left=0)
         axes.set_xlabel("time to first token (s), median; bars: quartiles", fontsize=SIZE)
         axes.set_ylabel(label, fontsize=SIZE)
-        quiet(axes, SIZE, "y")
+        light_axes(axes, SIZE, "y")
     low, high = right.get_ylim()
     right.set_ylim(min(low, 0.0), max(high, 0.1))
-    head(figure, title, 10)
+    suptitle(figure, title, 10)
     return figure
 
 
@@ -206,7 +207,16 @@ def _paint(axes: Any, group: Sequence[Record], y: Callable[[Record], float]) -> 
             [r["metrics.ttft_s.q3"] - r["metrics.ttft_s"] for r in members],
         ]
         axes.errorbar(
-            xs, ys, xerr=spread, color=colour, marker=marker, ms=4, lw=1.3, elinewidth=0.8, label=label, zorder=3
+            xs,
+            ys,
+            xerr=spread,
+            color=colour,
+            marker=marker,
+            ms=4,
+            lw=1.3,
+            elinewidth=0.8,
+            label=for_figure(label),
+            zorder=3,
         )
         for record, x, at in zip(members, xs, ys, strict=True):
             axes.annotate(

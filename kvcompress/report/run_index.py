@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcompress.common.hashing import source_hash
 from kvcompress.report import stats
-from kvcompress.sweep.record import FINISHED, is_baseline, read_record, read_rows
+from kvcompress.sweep.record import FINISHED, contradiction, is_baseline, read_record, read_rows
 
 NONE = "–"
 
@@ -22,6 +22,7 @@ class Entry:
     record: dict[str, Any]
     path: Path
     label: str = ""  # of the sweep, where another folder has the same name
+    damaged: list[str] = field(default_factory=list)  # rows of its samples that were left out, one text each
 
     @property
     def folder(self) -> Path:
@@ -39,12 +40,16 @@ class Entry:
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Finished samples by id, read again each time: many runs would not fit into memory."""
-        return {row["id"]: row for row in read_rows(self.path.parent / "samples.jsonl")}
+        return {row["id"]: row for row in read_rows(self.samples)}
+
+    @property
+    def samples(self) -> Path:
+        return self.path.parent / "samples.jsonl"
 
     @cached_property
     def scores(self) -> dict[str, float]:
-        """Scores of the finished samples by id."""
-        return {key: float(row["score"]) for key, row in self.rows().items()}
+        """Scores of the finished samples by id; what was damaged is in `damaged` from here on."""
+        return {row["id"]: float(row["score"]) for row in read_rows(self.samples, self.damaged.append)}
 
 
 @dataclass
@@ -93,7 +98,8 @@ def ordered(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def gather(paths: Iterable[Path]) -> Loaded:
     """Every record under `paths` (folders, or record files); the difference to the baseline is computed again.
 
-    A damaged record or one that cannot be read is left out and listed.
+    A damaged record, one that cannot be read and one that says otherwise than its samples are left out and listed;
+    damaged rows are listed and do not count.
     """
     found = Loaded()
     files: set[Path] = set()
@@ -103,9 +109,14 @@ def gather(paths: Iterable[Path]) -> Loaded:
         files |= {path} if path.is_file() else set(path.rglob("record.json"))
     for file in sorted(files):
         try:
-            found.entries.append(Entry(read_record(file), file))
+            entry = Entry(read_record(file), file)
         except ValueError as error:
             found.damaged.append(str(error))
+            continue
+        wrong = contradiction(entry.record, entry.scores)
+        found.damaged += entry.damaged + ([] if wrong is None else [f"{file}: {wrong}"])
+        if wrong is None:
+            found.entries.append(entry)
     tell_apart(found.entries)
     bases = baselines(found.entries)
     for entry in found.entries:
@@ -155,7 +166,7 @@ def flags(record: dict[str, Any]) -> list[str]:
     found = [] if record["status"] == "ok" else [record["status"]]
     if record.get("versions.source") != source_hash():
         found.append("stale")
-    if record.get("kv.storage") == "simulated":
+    if "simulated" in (record.get("kv.storage") or ""):
         found.append("simulated")
     if record["status"] == "ok" and 0 < (record.get("share_inactive") or 0) < 1:
         found.append(f"inactive on {record['share_inactive']:.0%}")

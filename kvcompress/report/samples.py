@@ -1,4 +1,4 @@
-"""Samples of runs as files that a page opened from disk can load.
+"""Samples of the HTML board: one JavaScript file per run, which a page opened from disk can load.
 
 A page from disk may not fetch its neighbours, but it may load scripts: each file calls one function with plain JSON. The
 prompts, which all runs of a group have in common, are in a file of their own.

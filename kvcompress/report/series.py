@@ -1,4 +1,4 @@
-"""Records as lines: one series per method and setting, families of them, colours, and labels that do not collide."""
+"""Records as lines of a figure: series per method and setting, families, colours, labels that do not collide."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def unlimited(record: Record) -> bool:
     return isinstance(record.get("budget"), float) and record["budget"] >= 1.0 and is_plain(record)
 
 
-def rows(lines: Sequence[Series]) -> list[tuple[str, list[Series]]]:
+def by_family(lines: Sequence[Series]) -> list[tuple[str, list[Series]]]:
     """Families with at most as many series as there are colours; larger ones in parts of about equal size."""
     found: list[tuple[str, list[Series]]] = []
     for name in dict.fromkeys(one.family for one in lines):

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.common.text import for_csv, for_figure, for_markdown
+from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry
 from kvcompress.report.series import COLOURS, MARKERS
 
@@ -98,8 +99,9 @@ def markdown(rows: Sequence[Row]) -> str:
     for place in dict.fromkeys(map(_place, rows)):
         group = [row for row in rows if _place(row) == place]
         first = group[0]
+        trace, memory = map(for_markdown, place)
         lines += [
-            f"### Simulated: {place[0]}, {_gib(first['memory_bytes'])} ({place[1]}), {first['requests']} requests",
+            f"### Simulated: {trace}, {_gib(first['memory_bytes'])} ({memory}), {first['requests']} requests",
             "",
             f"Targets: first token {first['ttft_target']:.3g} s, longest tenth of gaps {first['tbt_target']:.3g} s; hit rate "
             f"and times at {first['load']:.3g} requests/s for all.",
@@ -120,7 +122,7 @@ def markdown(rows: Sequence[Row]) -> str:
                 f"{row['load_wait_s']:.3g} s",
                 row["extrapolated"] or "–",
             ]
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append("| " + " | ".join(map(for_markdown, cells)) + " |")
         lines.append("")
     return "\n".join(lines)
 
@@ -131,9 +133,9 @@ def to_csv(rows: Iterable[Row]) -> str:
     if not rows:
         return ""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(for_csv, rows[0]))
+    writer.writerows([for_csv(row.get(key, "")) for key in rows[0]] for row in rows)
     return text.getvalue()
 
 
@@ -146,7 +148,10 @@ def _gib(value: float) -> str:
 
 def draw_serving(entries: Sequence[Entry], folder: Path) -> list[Path]:
     """Figures of every sweep of `task=serving`, as PNG and SVG in `folder`."""
-    return [path for sweep, rows in of_entries(entries).items() for path in draw(rows, folder / f"{sweep}-serving")]
+    written: list[Path] = []
+    for sweep, rows in of_entries(entries).items():
+        written += draw(rows, folder / figure_stem(sweep, "", "", None, "serving"))
+    return written
 
 
 def draw(rows: Sequence[Row], stem: Path, note: str = "") -> list[Path]:
@@ -166,8 +171,8 @@ def _panels(rows: Sequence[Row], height: float = 4.0) -> tuple[Any, list[Any]]:
         1, len(traces), figsize=(5.2 * len(traces) + 2.4, height), squeeze=False, layout="constrained"
     )
     for one, trace in zip(axes[0], traces, strict=True):
-        one.set_title(trace, fontsize=SIZE + 1)
-        quiet(one, SIZE)
+        one.set_title(for_figure(trace), fontsize=SIZE + 1)
+        light_axes(one, SIZE)
     return figure, list(axes[0])
 
 
@@ -203,7 +208,7 @@ def _hits(rows: Sequence[Row], note: str) -> Any:
             row = next((r for r in of if name(r) == method and r["memory_bytes"] == middle[len(middle) // 2]), None)
             if row is None or not row["curve"]["hit"]:
                 continue
-            label = f"{method} ({row['reuse']})"
+            label = for_figure(f"{method} ({row['reuse']})")
             axes.plot(
                 [m / 2**30 for m in row["curve"]["memory"]],
                 row["curve"]["hit"],
@@ -225,7 +230,7 @@ def _hits(rows: Sequence[Row], note: str) -> Any:
         axes.set_xlabel("memory for the cache of earlier prompts (GiB)", fontsize=SIZE)
         axes.set_ylabel("prompt tokens that hit, share", fontsize=SIZE)
     _legend(figure, panels)
-    head(
+    suptitle(
         figure,
         f"Hit rate by memory, replayed without time (simulated; n = {rows[0]['requests']} requests each). {note}",
         9,
@@ -241,13 +246,13 @@ def _goodput(rows: Sequence[Row], note: str) -> Any:
             of = sorted((r for r in rows if r["trace"] == trace and name(r) == method), key=lambda r: r["memory_bytes"])
             if of:
                 xs, ys = [row["memory_bytes"] / 2**30 for row in of], [row["goodput"] for row in of]
-                axes.plot(xs, ys, ms=4, label=f"{method} ({of[0]['reuse']})", **_style(methods, method))
+                axes.plot(xs, ys, ms=4, label=for_figure(f"{method} ({of[0]['reuse']})"), **_style(methods, method))
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("memory for caches (GiB)", fontsize=SIZE)
         axes.set_ylabel("requests/s at which 90% meet both targets", fontsize=SIZE)
     _legend(figure, panels)
-    head(figure, f"Goodput by memory (simulated; n = {rows[0]['requests']} requests each). {note}", 9)
+    suptitle(figure, f"Goodput by memory (simulated; n = {rows[0]['requests']} requests each). {note}", 9)
     return figure
 
 
@@ -261,15 +266,15 @@ def _first_tokens(rows: Sequence[Row], note: str) -> Any:
         for row in of:
             shares = [index / (len(row["quantiles"]) - 1) for index in range(len(row["quantiles"]))]
             style = _style(methods, name(row)) | {"marker": ""}
-            axes.plot([max(1e-4, value) for value in row["quantiles"]], shares, label=name(row), **style)
+            axes.plot([max(1e-4, value) for value in row["quantiles"]], shares, label=for_figure(name(row)), **style)
         axes.axvline(of[0]["ttft_target"], color="#555555", lw=0.9, ls=":")
         axes.annotate("target", (of[0]["ttft_target"], 0.02), (3, 0), textcoords="offset points", fontsize=SIZE - 1)
         axes.set_xscale("log")
-        axes.set_title(f"{trace}, {at / 2**30:.3g} GiB, {of[0]['load']:.3g} requests/s", fontsize=SIZE + 1)
+        axes.set_title(f"{for_figure(trace)}, {at / 2**30:.3g} GiB, {of[0]['load']:.3g} requests/s", fontsize=SIZE + 1)
         axes.set_xlabel("seconds to the first token", fontsize=SIZE)
         axes.set_ylabel("share of requests", fontsize=SIZE)
     _legend(figure, panels)
-    head(
+    suptitle(
         figure,
         f"First token at the load that the full cache can bear (simulated; n = {rows[0]['requests']} each). {note}",
         9,
@@ -294,17 +299,19 @@ def draw_classes(
             left.annotate(
                 f"{value:.4f}", (place + offset, value), (0, 3), ha="center", textcoords="offset points", fontsize=SIZE
             )
-    left.set_xticks(range(len(unlimited)), list(unlimited), fontsize=SIZE)
+    left.set_xticks(range(len(unlimited)), list(map(for_figure, unlimited)), fontsize=SIZE)
     left.set_ylabel("prompt tokens that hit an unlimited cache, share", fontsize=SIZE)
     left.set_ylim(0, 1.35 * max(max(values) for values in unlimited.values()))
     left.legend(frameon=False, fontsize=SIZE, loc="upper left", title="what can be reused", title_fontsize=SIZE)
-    quiet(left, SIZE, "y")
+    light_axes(left, SIZE, "y")
     right.axis("off")
     for column, (kind, names) in enumerate(classes.items()):
         said = {"prefix": "prefix: any beginning of a prompt", "whole": "whole: only an earlier prompt as it was"}[kind]
         right.text(0.5 * column, 1.0, said, fontsize=SIZE, color=COLOURS[column], va="top", weight="bold")
-        right.text(0.5 * column, 0.93, "\n".join(sorted(names)), fontsize=SIZE, va="top", linespacing=1.35)
-    head(
+        right.text(
+            0.5 * column, 0.93, "\n".join(map(for_figure, sorted(names))), fontsize=SIZE, va="top", linespacing=1.35
+        )
+    suptitle(
         figure,
         f"What of a compressed cache another prompt can use (each method's class is tested by running it). {note}",
         9,

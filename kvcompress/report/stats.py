@@ -1,4 +1,4 @@
-"""Statistics of boards: intervals of scores, paired differences to a baseline, and which of them mean something.
+"""Statistics of boards: confidence intervals of scores, paired differences to the baseline, and significance.
 
 Few samples are the rule here, so each tool is one that stays honest with few:
 
@@ -10,6 +10,10 @@ Few samples are the rule here, so each tool is one that stays honest with few:
   call five samples of one kind certain; this test cannot go below 2 / 2^n;
 - the mark of significance is of p-values corrected after Holm (1979) over all comparisons of one table, which bounds
   the chance of even one false mark whatever hangs together.
+
+Distributions are scipy's. Three things are ours: Wilson's interval (a line of arithmetic, where scipy.stats would take a
+second to import), the bootstrap and the sign flips. Those draw their resamples once for all methods with equally many
+samples, as one matrix; `scipy.stats.bootstrap` and `permutation_test` draw them again for each, and other ones.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 LEVEL = 0.95
 RESAMPLES = 4000
@@ -88,28 +93,9 @@ def wilson(share: float, n: int, level: float = LEVEL) -> tuple[float, float]:
     return min(share, max(0.0, (middle - reach) / scale)), max(share, min(1.0, (middle + reach) / scale))
 
 
-@lru_cache(maxsize=4096)
 def student_quantile(level: float, freedom: int) -> float:
-    """The quantile of Student's t, by bisection of its distribution function; within 1e-9 for levels above one half."""
-    low, high = 0.0, 1.0
-    while _student_cdf(high, freedom) < level:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_cdf(middle, freedom) < level else (low, middle)
-    return (low + high) / 2
-
-
-def _student_cdf(t: float, freedom: int) -> float:
-    """P(T <= t) for t >= 0 and a whole number of degrees of freedom: the finite sums of Abramowitz and Stegun 26.7.3-4."""
-    angle = math.atan2(t, math.sqrt(freedom))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
-    for k in range(1 if freedom % 2 else 0, freedom - 1, 2):
-        total += term
-        term *= cosine * cosine * (k + 1) / (k + 2)
-    inside = 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
-    return 0.5 + inside / 2
+    """The quantile of Student's t with so many degrees of freedom."""
+    return float(special.stdtrit(freedom, level))
 
 
 # ---------------------------------------------------------------------- paired differences
@@ -180,13 +166,7 @@ def _signs(n: int, seed: int) -> np.ndarray:
 
 def _binomial(k: int, n: int) -> float:
     """Two-sided p-value of k of n where both are as likely."""
-    few = min(k, n - k)
-    tail = sum(math.exp(_log_choose(n, i) - n * math.log(2)) for i in range(few + 1))
-    return min(1.0, 2 * tail)
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return min(1.0, 2 * float(special.bdtr(min(k, n - k), n, 0.5)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Records as a table: in the terminal, as markdown, as csv."""
+"""Leaderboards as tables: terminal, markdown, csv."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from kvcompress.common.text import PlainConsole, cell, for_csv, for_markdown
 from kvcompress.report.run_index import flags, named, ordered, several
 
 Record = dict[str, Any]
@@ -21,6 +21,10 @@ MISSING = "–"
 
 def _number(value: float | None, form: str) -> str:
     return MISSING if value is None else format(value, form)
+
+
+def _mib(value: float | None) -> str:
+    return MISSING if value is None else format(value / 2**20, ".1f")
 
 
 def _score(record: Record) -> str:
@@ -60,12 +64,19 @@ COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("notes", lambda record: ", ".join(flags(record))),
 )
 # after the difference to the full cache, where a task measured it
-DRIFT: tuple[tuple[str, Callable[[Record], str]], ...] = (
+DIVERGENCE: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("KL", lambda record: _number(record.get("metrics.kl"), ".3g")),
     ("perplexity", lambda record: _number(record.get("metrics.perplexity_ratio"), ".2f")),
 )
+# likewise, of rollouts
+GAP: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("gap k3", lambda record: _number(record.get("metrics.gap_k3"), ".3g")),
+    ("reject", lambda record: _number(record.get("metrics.gap_seq_reject"), ".0%")),
+    ("ESS", lambda record: _number(record.get("metrics.gap_ess_token"), ".1%")),
+    ("MiB/group", lambda record: _mib(record.get("metrics.bytes_group"))),
+)
 # multiples of the full cache's figure in the same run, where a task measured any
-BESIDE: tuple[tuple[str, str], ...] = (
+RATIOS: tuple[tuple[str, str], ...] = (
     ("TTFT ×", "metrics.ratio_ttft"),
     ("TPOT ×", "metrics.ratio_tpot"),
     ("peak ×", "metrics.ratio_prefill_growth"),
@@ -73,7 +84,7 @@ BESIDE: tuple[tuple[str, str], ...] = (
     ("served ×", "metrics.ratio_tokens_per_s"),
     ("goodput ×", "metrics.ratio_goodput_rate"),
 )
-AGAIN = ("metrics.ratio_aa_ttft", "metrics.ratio_aa_tpot")  # the full cache measured twice, by its own first figure
+AA = ("metrics.ratio_aa_ttft", "metrics.ratio_aa_tpot")  # the full cache measured twice, by its own first figure
 LEGEND = (
     "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
     "values and positions on the device after compression, as a share of what the full cache holds; of readers of pages in "
@@ -81,14 +92,19 @@ LEGEND = (
 )
 TIMES_LEGEND = " · TTFT includes compression, TPOT is per decoded token, both medians"
 NO_TIMES_LEGEND = " · no times: prefills were shared (hydra/launcher=basic measures each cell)"
-BESIDE_LEGEND = (
+RATIOS_LEGEND = (
     " · ×: as a multiple of the full cache in the same run, median over the grid (peak and steady: memory above the weights; "
     "served and goodput: simulated)"
 )
-AGAIN_LEGEND = " · A/A: TTFT and TPOT of the full cache against itself; a × no farther from 1 says nothing"
-DRIFT_LEGEND = (
+AA_LEGEND = " · A/A: TTFT and TPOT of the full cache against itself; a × no farther from 1 says nothing"
+DIVERGENCE_LEGEND = (
     " · KL: mean divergence of the next-token distribution from the full cache's, in nats · perplexity: as a multiple of "
     "the full cache's"
+)
+GAP_LEGEND = (
+    " · gap k3: how far sampled tokens lie from the full model's policy, nats per token · reject: samples with a token whose "
+    "ratio is below 0.001 · ESS: effective share of tokens after truncated weights · MiB/group: samples of a prompt, "
+    "shared storage once"
 )
 
 
@@ -97,29 +113,31 @@ def legend(records: Iterable[Record]) -> str:
     timed = any(record.get("time.ttft_s") is not None for record in records)
     shared = any(record.get("protocol.shared") for record in records)
     text = LEGEND + (TIMES_LEGEND if timed else NO_TIMES_LEGEND if shared else "")
-    beside = [name for name, _ in _beside(records)]
+    beside = [name for name, _ in _ratio_columns(records)]
     if any(record.get("parts.reader") not in (None, "all") for record in records):
         text += " · reads: bytes per decoded token, as a share of the full cache's"
-    text += (BESIDE_LEGEND if beside else "") + (AGAIN_LEGEND if "A/A" in beside else "")
-    return text + (DRIFT_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
+    text += (RATIOS_LEGEND if beside else "") + (AA_LEGEND if "A/A" in beside else "")
+    text += GAP_LEGEND if any(record.get("metrics.gap_k3") is not None for record in records) else ""
+    return text + (DIVERGENCE_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
 
 
-def _beside(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
-    """Columns of `BESIDE` that any record of a group has."""
+def _ratio_columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
+    """Columns of `RATIOS` that any record of a group has."""
 
     def show(key: str) -> Callable[[Record], str]:
         return lambda record: _number(record.get(key), ".2f")
 
-    shown = [(name, show(key)) for name, key in BESIDE if any(record.get(key) is not None for record in group)]
-    if any(record.get(key) is not None for key in AGAIN for record in group):
-        shown.append(("A/A", lambda record: ", ".join(show(key)(record) for key in AGAIN)))
+    shown = [(name, show(key)) for name, key in RATIOS if any(record.get(key) is not None for record in group)]
+    if any(record.get(key) is not None for key in AA for record in group):
+        shown.append(("A/A", lambda record: ", ".join(show(key)(record) for key in AA)))
     return tuple(shown)
 
 
 def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
     """What a table of these records shows."""
-    drift = () if all(record.get("metrics.kl") is None for record in group) else DRIFT
-    return (*COLUMNS[:4], *drift, *_beside(group), *COLUMNS[4:])
+    divergence = () if all(record.get("metrics.kl") is None for record in group) else DIVERGENCE
+    gap = () if all(record.get("metrics.gap_k3") is None for record in group) else GAP
+    return (*COLUMNS[:4], *divergence, *gap, *_ratio_columns(group), *COLUMNS[4:])
 
 
 def title(record: Record) -> str:
@@ -149,8 +167,8 @@ def on_board(record: Record) -> bool:
 
 def terminal() -> Console:
     """A console for tables: a pipe or a file has no width of its own, so nothing is cut for its sake."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 110))
+    console = PlainConsole()
+    return console if console.is_terminal else PlainConsole(width=max(console.width, 110))
 
 
 def leaderboard(records: Iterable[Record], console: Console) -> None:
@@ -187,7 +205,7 @@ def _print(group: Sequence[Record], console: Console) -> None:
     hidden = {"n"} if "n=" in head else set()  # 80 columns hold the numbers only if nothing is said twice
     if not any(flags(record) for record in group):
         hidden.add("notes")
-    table = Table(title=head, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=cell(head, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.collapse_padding = True
     if all(record.get("time.tpot_s") is None and record.get("time.ttft_s") is None for record in group):
         hidden |= {"TTFT", "TPOT"}  # a task that times nothing
@@ -204,18 +222,18 @@ def _print(group: Sequence[Record], console: Console) -> None:
         for name, show in shown:
             value = show(record) if counts_in or name in ("method", "budget", "n", "notes") else MISSING
             strong = name == "score" and counts_in and len(scores) > 1 and record.get("score") == best
-            cells.append(Text(value, style="bold" if strong else "" if counts_in else "dim"))
+            cells.append(cell(value, "bold" if strong else "" if counts_in else "dim"))
         table.add_row(*cells)
     console.print(table)
 
 
-def markdown(groups: Iterable[Sequence[Record]]) -> str:
+def leaderboard_markdown(groups: Iterable[Sequence[Record]]) -> str:
     """One markdown table per group of comparable records."""
     lines: list[str] = []
     every: list[Record] = []
     for group in groups:
         every += group
-        lines += [f"### {title(group[0])}", ""]
+        lines += [f"### {for_markdown(title(group[0]))}", ""]
         shown = columns(group)
         lines.append("| " + " | ".join(name for name, _ in shown) + " |")
         lines.append("|" + "|".join(" :--- " if name in ("method", "notes") else " ---: " for name, _ in shown) + "|")
@@ -224,7 +242,7 @@ def markdown(groups: Iterable[Sequence[Record]]) -> str:
                 show(record) if on_board(record) or name in ("method", "budget", "n", "notes") else MISSING
                 for name, show in shown
             ]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            lines.append("| " + " | ".join(map(for_markdown, cells)) + " |")
         lines.append("")
     return "\n".join([*lines, legend(every), ""]) if lines else ""
 
@@ -254,10 +272,10 @@ def to_csv(records: Iterable[Record]) -> str:
     first += ["delta_full", "delta_stderr", "kv.ratio"]
     keys = list(dict.fromkeys([*first, *sorted({key for record in records for key in record})]))
     out = io.StringIO()
-    writer = csv.DictWriter(out, keys, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(for_csv, keys))
     for record in records:
         if record.get("error"):
             record["error"] = str(record["error"]).strip().splitlines()[-1]
-        writer.writerow(record)
+        writer.writerow(for_csv(record.get(key, "")) for key in keys)
     return out.getvalue()

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common.text import for_figure
 from kvcompress.measure.offload_cost_model import modelled
 from kvcompress.measure.tiers import dimensions, entry, figures, path
 from kvcompress.measure.transfers import threshold
-from kvcompress.report.figure import head, plotting, quiet, save
+from kvcompress.report.figure import light_axes, plotting, save, suptitle
 from kvcompress.report.series import COLOURS
 
 SIZE = 8
@@ -33,9 +34,9 @@ def draw_pages(links: Sequence[str], stem: Path, source: Mapping[str, Any] | Non
     axes.set_xticks(PIECES[::2], [_bytes(piece) for piece in PIECES[::2]])
     axes.set_xlabel("bytes of a copy", fontsize=SIZE)
     axes.set_ylabel("GB/s of payload", fontsize=SIZE)
-    quiet(axes, SIZE)
+    light_axes(axes, SIZE)
     axes.legend(frameon=False, fontsize=SIZE)
-    head(figure, "What small copies leave of a link (modelled, one copy after another; dotted: without latency)", 9)
+    suptitle(figure, "What small copies leave of a link (modelled, one copy after another; dotted: without latency)", 9)
     return save(figure, stem)
 
 
@@ -49,7 +50,11 @@ def draw_thresholds(
     for number, (method, ratio) in enumerate(ratios.items()):
         border = [threshold(n, shape.width, shape.gqa, shape.itemsize, flops, ratio) / 1e9 for n in TOKENS]
         axes.plot(
-            TOKENS, border, color=COLOURS[number % len(COLOURS)], lw=1.4, label=f"{method} ({ratio:.2f} of the bytes)"
+            TOKENS,
+            border,
+            color=COLOURS[number % len(COLOURS)],
+            lw=1.4,
+            label=for_figure(f"{method} ({ratio:.2f} of the bytes)"),
         )
         if not number:
             axes.fill_between(TOKENS, border, 1e3, color=COLOURS[0], alpha=0.06, lw=0)
@@ -66,9 +71,9 @@ def draw_thresholds(
     axes.set_xlim(TOKENS[0], TOKENS[-1])
     axes.set_xlabel("tokens of the prefix", fontsize=SIZE)
     axes.set_ylabel("bandwidth of the link, GB/s", fontsize=SIZE)
-    quiet(axes, SIZE)
+    light_axes(axes, SIZE)
     axes.legend(frameon=False, fontsize=SIZE, loc="lower left", title="above its line: load", title_fontsize=SIZE)
-    head(figure, f"Load a prefix or compute it again: {model} on {count} x {device} at their peak (modelled)", 9)
+    suptitle(figure, f"Load a prefix or compute it again: {model} on {count} x {device} at their peak (modelled)", 9)
     return save(figure, stem)
 
 
@@ -92,12 +97,12 @@ def draw_token_times(records: Sequence[Mapping[str, Any]], device: str, links: S
             ):
                 axes.barh(len(labels), 1e6 * part, left=1e6 * left, color=colour, label=label if not labels else None)
                 left += part
-            labels.append(f"{record['method']} {record.get('variant') or ''} · {link}")
+            labels.append(for_figure(f"{record['method']} {record.get('variant') or ''} · {link}"))
     axes.set_yticks(range(len(labels)), labels, fontsize=SIZE - 1)
     axes.set_xlabel("µs per token, keys and values alone: no TPOT, a step also reads the weights", fontsize=SIZE)
-    quiet(axes, SIZE, "x")
+    light_axes(axes, SIZE, "x")
     axes.legend(frameon=False, fontsize=SIZE)
-    head(figure, f"Time per token by link on {device} (bytes measured, times modelled)", 9)
+    suptitle(figure, f"Time per token by link on {device} (bytes measured, times modelled)", 9)
     return save(figure, stem)
 
 

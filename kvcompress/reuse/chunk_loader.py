@@ -1,31 +1,28 @@
-"""Chunks that are used again at other positions: prefilled alone, kept before rotation, and laid out as one prompt."""
+"""Chunk KV: prefill chunks alone, store them before rotation, load them layer by layer at their new positions."""
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvcompress.cache.cache import CompressedCache
+from kvcompress.cache.forward import LayerCall, hand_over
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore
-from kvcompress.method.parts import Plain
+from kvcompress.method.parts import PromptRunner
 from kvcompress.models import compat
 from kvcompress.reuse.kv_store import ChunkKV
-
-if TYPE_CHECKING:
-    from kvcompress.hook.session import Session
 
 Tensor = torch.Tensor
 
 AHEAD = 2  # layers that are loaded before they are needed
 
 
-def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[ChunkKV], int]:
+def precompute(session: PromptRunner, segments: Sequence[Tensor], disk: bool = True) -> tuple[list[ChunkKV], int]:
     """The chunks of a prompt from the session's store, those that it lacks prefilled and put into it.
 
     The first segment is prefilled as it is, every other one behind the token that begins a text, where the model has
@@ -33,6 +30,7 @@ def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[Chunk
 
     Args:
         segments: ids `[1, n]` or `[n]` of all segments but the question.
+        disk: chunks may be read from disk later on, where they can turn out damaged.
 
     Returns:
         the chunks, and how many of them were prefilled now.
@@ -49,7 +47,7 @@ def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[Chunk
     for number, segment in enumerate(segments):
         ids = segment.reshape(-1).cpu()
         lead = [] if number == 0 or first is None else [first]
-        chunk = store.get(ids, lead)
+        chunk = store.get(ids, lead, disk=disk)
         if chunk is None:
             chunk, computed = store.put(ids, *chunk_rows(session, ids, lead), lead), computed + 1
         chunks.append(chunk)
@@ -57,16 +55,14 @@ def precompute(session: Session, segments: Sequence[Tensor]) -> tuple[list[Chunk
 
 
 @torch.no_grad()
-def chunk_rows(session: Session, ids: Tensor, lead: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
+def chunk_rows(session: PromptRunner, ids: Tensor, lead: Sequence[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """Keys before rotation and values `[1, H_kv, n, D]` per layer of a text of its own: `ids [n]` after `lead`."""
-    cache, before = CompressedCache([], Plain(), False), session.cache
-    cache.layers[:] = compat.new_layers(session.model, lambda i: CompressedLayer(cache, i))
-    hold_all(cache)
-    cache.owner, cache.model = session.compressor, weakref.ref(session.model)
+    cache, before = session.new_cache(exact=True), session.cache
+    disable_windows(cache)
     text = torch.cat([torch.tensor(list(lead), dtype=torch.long), ids.reshape(-1).cpu()])
     try:
         session.cache = cache
-        session._forward("append", text[None], None)  # nothing is evicted
+        session.forward("append", text[None])  # nothing is evicted
     finally:
         session.cache = before
     keys, values, at = [], [], torch.arange(len(lead), len(text))
@@ -79,46 +75,45 @@ def chunk_rows(session: Session, ids: Tensor, lead: Sequence[int] = ()) -> tuple
     return keys, values
 
 
-class WindowLayer(CompressedLayer):
+class UnwindowedLayer(CompressedLayer):
     """Stands in for a sliding layer while a prompt is made: holds all of its tokens, and masks by the window."""
 
     temporary = True
-    full_width = 0  # no part of what a cache is measured by
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
     ) -> tuple[Tensor, Tensor]:
-        forward = self.holder().forward
-        assert kwargs is not None and forward is not None
-        kwargs["kv_layer"] = self
+        forward = self.context().forward
+        assert forward is not None
+        hand_over(kwargs, LayerCall(self, forward))
         if forward.fusion is not None:
             key_states, value_states = forward.fusion.fuse(self.index, key_states, value_states)
         positions = forward.on("positions", key_states.device)[:, None]
         counts = forward.added[:, None].expand(-1, key_states.shape[1])
         self.store = DenseStore({"keys": key_states, "values": value_states, "positions": positions}, counts)
-        self.seen, self.fresh = key_states.shape[2], (key_states, value_states)
-        return self.fresh
+        self.seen, self.current_kv = key_states.shape[2], (key_states, value_states)
+        return self.current_kv
 
     def keys_values(self) -> tuple[Tensor, Tensor]:
         return self.held().get("keys"), self.held().get("values")
 
 
-def hold_all(cache: CompressedCache) -> None:
-    """Let an empty cache's sliding layers hold all tokens, until `let_go`."""
+def disable_windows(cache: CompressedCache) -> None:
+    """Let an empty cache's sliding layers hold all tokens, until `restore_windows`."""
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, CompressedLayer):
-            cache.layers[index] = WindowLayer(cache, index)
+            cache.layers[index] = UnwindowedLayer(cache, index)
 
 
-def let_go(cache: CompressedCache, index: int, sliding: Any) -> None:
+def restore_windows(cache: CompressedCache, index: int, sliding: Any) -> None:
     """Put transformers' empty layer `sliding` in the place of one that held all, with what it would hold of it."""
     held = cache.layers[index]
-    if isinstance(held, WindowLayer):
+    if isinstance(held, UnwindowedLayer):
         sliding.update(*held.keys_values())
         cache.layers[index] = sliding
 
 
-class Rows:
+class ChunkLoader:
     """The keys and values of chunks laid one after the other from position 0, layer by layer, loaded ahead.
 
     A thread reads and rotates the next layers while this one is computed. Use as a context manager.
@@ -128,7 +123,7 @@ class Rows:
             forward had to wait `wait_s`.
     """
 
-    def __init__(self, session: Session, chunks: Sequence[ChunkKV], first: int, room: int):
+    def __init__(self, session: PromptRunner, chunks: Sequence[ChunkKV], first: int, room: int):
         """Args:
         first: layers before it are not reused.
         room: tokens after the chunks that the tensors have room for.
@@ -145,7 +140,7 @@ class Rows:
         self._coming: list[Future[Any]] = []
         self._loader = ThreadPoolExecutor(1)
 
-    def __enter__(self) -> Rows:
+    def __enter__(self) -> ChunkLoader:
         self._go_ahead()
         return self
 

@@ -1,4 +1,4 @@
-"""Keys and values of chunks of text, kept to be used again: in memory up to a limit, and on disk.
+"""KV store: keys and values of chunks of text for reuse, in memory up to a limit and on disk.
 
 An entry is known by what its values follow from: the model (weights, configuration, number type), the tokenizer, the
 chunk's token ids, the `lead` it was prefilled behind, and whether its keys are stored before rotation ("raw", to be used
@@ -8,6 +8,7 @@ used; who asked for it computes it again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -15,17 +16,20 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from kvcompress.models import compat
+from kvcompress.models.loading import cache_dir
 from kvcompress.models.tokenizers import tokenizer_of
-from kvcompress.reuse.disk_tier import Damaged, DiskTier, Entry
+from kvcompress.reuse.disk_tier import FORMAT, Damaged, DiskTier, Entry
 from kvcompress.reuse.model_identity import identity
-from kvcompress.reuse.stored_form import Exact, Form, Grouped
+from kvcompress.reuse.stored_form import Exact, Form, Grouped, layer_layout
+from kvcompress.reuse.tensor_file import Layout
 
 __all__ = ["FORMS", "ChunkKV", "Damaged", "KVStore", "Stats", "store_of"]
 
@@ -155,7 +159,7 @@ class KVStore:
         codec: hold chunks as its codes (KIVI's: it has to work in groups of tokens); None: as they are.
 
     Raises:
-        ValueError: a negative limit, a folder that is none, or a codec of another kind.
+        ValueError: a limit that is none, a folder that is none, or a codec of another kind.
     """
 
     def __init__(
@@ -167,21 +171,32 @@ class KVStore:
         tokenizer: Any = None,
         codec: Any = None,
     ) -> None:
-        for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value}: a limit is 0 bytes or more")
+        check_limit("memory_bytes", memory_bytes, "bytes")
+        check_limit("disk_bytes", disk_bytes, "bytes", none=True)
+        if folder is not None and not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"folder={folder!r} is no path: a str or Path, or None for no tier on disk")
         self.identity = identity(model, tokenizer_of(model) if tokenizer is None else tokenizer)
         self.held_as: Form = Exact()
         if codec is not None:
             bound = codec.bind(model) if hasattr(codec, "bind") else codec
             self.held_as = Grouped(bound, getattr(torch, self.identity["dtype"]))
         self.memory_bytes = memory_bytes
-        self.disk = None if folder is None else DiskTier(Path(folder).expanduser(), self.identity, disk_bytes)
+        self.disk: DiskTier | None = None
+        if folder is not None:
+            layout = functools.lru_cache(maxsize=64)(self._layout_for(model))
+            layers = len(compat.layer_types(model))
+            self.disk = DiskTier(Path(folder).expanduser(), self.identity, layout, layers, disk_bytes)
         self.stats = Stats()
         self._purpose: str | None = None
         self._held: OrderedDict[str, Held] = OrderedDict()
         self._bytes = 0
         self._lock = threading.RLock()  # layers may be loaded by a thread beside the one that computes
+
+    def _layout_for(self, model: Any) -> Callable[[int], Layout]:
+        """The layout of a layer of a model's chunks, by their number of tokens."""
+        sizes = (compat.head_sizes(model) or [(0, 0)])[0]
+        heads, dtype = compat.kv_heads(model), getattr(torch, self.identity["dtype"])
+        return functools.partial(layer_layout, self.held_as, heads, sizes, dtype)
 
     def __repr__(self) -> str:
         where = "" if self.disk is None else f", {self.disk.folder}"
@@ -224,16 +239,19 @@ class KVStore:
         if not chunk:
             raise ValueError("an empty chunk has no keys and values: leave it out")
         text = json.dumps(
-            [self.identity, form, self.held_as.name, before, chunk], sort_keys=True, separators=(",", ":")
+            [FORMAT, self.identity, form, self.held_as.name, before, chunk], sort_keys=True, separators=(",", ":")
         )
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def get(self, ids: Sequence[int] | Tensor, lead: Sequence[int] | Tensor = (), form: str = "raw") -> ChunkKV | None:
+    def get(
+        self, ids: Sequence[int] | Tensor, lead: Sequence[int] | Tensor = (), form: str = "raw", disk: bool = True
+    ) -> ChunkKV | None:
         """The chunk `ids [n]` as it is behind `lead`, or None where it has to be computed.
 
         Args:
             lead: ids it was prefilled behind: none, only the model's first token, or all of a prompt so far.
             form: of its keys, "raw" (before rotation) or "rotated".
+            disk: look for it on disk too.
         """
         key = self.key(ids, lead, form)
         with self._lock:
@@ -242,7 +260,7 @@ class KVStore:
                 self._held.move_to_end(key)
                 self.count(hits=1, memory_hits=1)
                 return held
-        if self.disk is not None:
+        if self.disk is not None and disk:
             start = time.perf_counter()
             try:
                 entry = self.disk.open(key, _listed(ids))
@@ -273,6 +291,8 @@ class KVStore:
             ValueError: shapes that do not fit the ids.
         """
         key, chunk = self.key(ids, lead, form), _listed(ids)
+        if len(keys) != len(values):
+            raise ValueError(f"keys of {len(keys)} layers and values of {len(values)}: a chunk has both of each layer")
         for kind, tensors in (("keys", keys), ("values", values)):
             for index, tensor in enumerate(tensors):
                 if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != len(chunk):
@@ -331,8 +351,31 @@ class KVStore:
                 setattr(self.stats, name, getattr(self.stats, name) + value)
 
 
+def check_limit(name: str, value: Any, unit: str, none: bool = False) -> None:
+    """Refuse a limit that is no whole number of at least 0, or None where that is allowed.
+
+    Raises:
+        ValueError: names it and its value.
+    """
+    if none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"{name}={value!r}: a limit is 0 {unit} or more, an int" + (", or None for none" if none else "")
+        )
+
+
 def _listed(ids: Sequence[int] | Tensor) -> list[int]:
-    return ids.reshape(-1).tolist() if isinstance(ids, Tensor) else [int(token) for token in ids]
+    """Token ids as a list.
+
+    Raises:
+        ValueError: something that is no integer among them.
+    """
+    listed = ids.reshape(-1).tolist() if isinstance(ids, Tensor) else list(ids)
+    for token in listed:
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise ValueError(f"ids hold {token!r}: token ids are integers")
+    return [int(token) for token in listed]
 
 
 def _nbytes(layer: Mapping[str, Tensor]) -> int:
@@ -359,6 +402,8 @@ def store_of(
         memory_mb, disk_mb: limits in MiB.
         disk: with a tier on disk, in `KVCOMPRESS_STORE` or the user's cache folder.
     """
+    check_limit("memory_mb", memory_mb, "MiB")
+    check_limit("disk_mb", disk_mb, "MiB", none=True)
     folder = str(default_folder()) if disk else None
     settings = (name, memory_mb, folder, disk_mb)
     stores = _stores.setdefault(model, {})
@@ -370,6 +415,4 @@ def store_of(
 
 def default_folder() -> Path:
     """`KVCOMPRESS_STORE`, else a folder beside the converted models."""
-    from kvcompress.models.loading import cache_dir
-
     return Path(os.environ.get("KVCOMPRESS_STORE") or cache_dir() / "kv").expanduser()

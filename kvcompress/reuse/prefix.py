@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from kvcompress.cache.cache import CompressedCache
-from kvcompress.hook import auxiliary
-from kvcompress.method.parts import Plain, Prefill, Prefilled
+from kvcompress.method.parts import Prefill, Prefilled, PromptRunner
 from kvcompress.models import compat
-from kvcompress.reuse.kv_store import ChunkKV, Damaged, KVStore
+from kvcompress.reuse.kv_store import ChunkKV, Damaged, KVStore, store_of
 
 Tensor = torch.Tensor
 
@@ -47,10 +46,13 @@ class PrefixReuse(Prefill):
                 return _run(session, segments)
             except Damaged:
                 session.cache = session.new_cache()
-        raise AssertionError("damaged entries are not offered again")
+        return session.forward_prompt(ids, mask)  # others go on damaging what is there
+
+    def open_store(self, model):
+        return store_of(model, "chunks")
 
 
-def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
+def check_segments(session: PromptRunner, segments: Sequence[Tensor]) -> None:
     """Refuse what cannot be reused, before any work.
 
     Raises:
@@ -74,13 +76,13 @@ def check_segments(session: Any, segments: Sequence[Tensor]) -> None:
         )
 
 
-def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
+def _run(session: PromptRunner, segments: Sequence[Tensor]) -> Prefilled:
     store = session.store
     before, spent = store.stats.copy(), 0.0
     sizes = [segment.shape[1] for segment in segments]
     whole = torch.cat(list(segments), dim=1)
     # scorers look at the last queries, which have to be made in one forward: as many segments as that takes
-    window = session.compressor.needs.window if session.compressor.limited else 0
+    window = session.observed_queries
     tail = next((n for n in range(1, len(sizes)) if sum(sizes[-n:]) >= window), len(sizes))
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - tail)]
     starts = [0, *ends][: len(ends)]
@@ -95,12 +97,12 @@ def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
     reused = ends[len(chunks) - 1] if chunks else 0
     loaded, missing = sum(chunk.nbytes for chunk in chunks), spans[len(chunks) :]
     cache = session.cache
-    direct = cache.codec.name == "plain" and cache.rotations is None
+    direct = cache.spec.codec.name == "plain" and cache.spec.compact_rope is None
     if missing:
-        scratch = cache if direct else _exact(session)
+        scratch = cache if direct else session.new_cache(exact=True)
         session.cache = scratch
         place(session, whole[:, :reused], chunks)
-        session._forward("append", whole[:, reused : missing[-1][1]], None)
+        session.forward("append", whole[:, reused : missing[-1][1]])
         at = time.perf_counter()
         chunks += [_keep(store, scratch, whole, start, end) for start, end in missing]
         spent = time.perf_counter() - at
@@ -110,58 +112,44 @@ def _run(session: Any, segments: Sequence[Tensor]) -> Prefilled:
     prefilled = session.forward_prompt(whole[:, ends[-1] if ends else 0 :], None)
     did = store.stats.since(before)
     computed = whole.shape[1] - reused
-    cache.reuse = {
-        "context_tokens": sum(sizes[:-1]),
-        "question_tokens": sizes[-1],
-        "tokens_reused": reused,
-        "tokens_recomputed": sum(sizes[:-1]) - reused,
-        "recompute_share": computed / whole.shape[1],
-        "chunks": len(spans),
-        "chunks_computed": len(missing),
-        "bytes_loaded": loaded,
-        "bytes_from_disk": int(did["bytes_from_disk"]),
-        "load_s": did["load_s"],
-        "precompute_s": 0.0,
-        "store_s": spent,
-    }
+    cache.note_reuse(
+        {
+            "context_tokens": sum(sizes[:-1]),
+            "question_tokens": sizes[-1],
+            "tokens_reused": reused,
+            "tokens_recomputed": sum(sizes[:-1]) - reused,
+            "recompute_share": computed / whole.shape[1],
+            "chunks": len(spans),
+            "chunks_computed": len(missing),
+            "bytes_loaded": loaded,
+            "bytes_from_disk": int(did["bytes_from_disk"]),
+            "load_s": did["load_s"],
+            "precompute_s": 0.0,
+            "store_s": spent,
+        }
+    )
     return prefilled
-
-
-def _exact(session: Any) -> CompressedCache:
-    """An empty cache that holds keys and values as the model makes them."""
-    cache = session.new_cache()
-    cache.codec, cache.rotations, cache.limited = Plain(), None, False
-    return cache
 
 
 def _keep(store: KVStore, cache: CompressedCache, whole: Tensor, start: int, end: int) -> ChunkKV:
     """Store the rows of a part of the prompt."""
     pairs = [cache.keys_values(index) for index in range(len(cache.layers))]
+    if cache.spec.latents:  # what a layer is given: latents, and the rotated key that attention finds behind them
+        pairs = [(latents, keys[..., latents.shape[3] :]) for keys, latents in pairs]
     keys, values = ([pair[side][:, :, start:end] for pair in pairs] for side in (0, 1))
     return store.put(whole[0, start:end], keys, values, lead=whole[0, :start], form=FORM)
 
 
-@torch.no_grad()
-def place(session: Any, ids: Tensor, chunks: Sequence[ChunkKV]) -> None:
+def place(session: PromptRunner, ids: Tensor, chunks: Sequence[ChunkKV]) -> None:
     """Put the rotated keys and values of `ids [1, n]` at the end of the session's cache, as if they had been appended.
 
     Raises:
         Damaged: a chunk is not what was stored; the cache is of no use any more.
     """
-    if not chunks:
-        return
-    cache, before = session.cache, session._phase
-    session._phase = "append"
-    try:
-        forward = session._describe(cache, ids, None)
-    finally:
-        session._phase = before
-    auxiliary.plan(session, cache, forward, ids)
-    cache.forward, cache.broken = forward, True
-    modules = compat.decoder_layers(session.model)
-    for index, (layer, module) in enumerate(zip(cache.layers, modules, strict=True)):
-        pairs, device = [chunk.layer(index) for chunk in chunks], next(module.parameters()).device
-        keys, values = (torch.cat([pair[side] for pair in pairs], dim=2).to(device) for side in (0, 1))
-        layer.update(keys, values, kwargs={})
-        layer.fresh = None
-    cache.forward, cache.broken = None, False
+
+    def rows(layer: int) -> tuple[Tensor, Tensor]:
+        pairs = [chunk.layer(layer) for chunk in chunks]
+        return torch.cat([keys for keys, _ in pairs], dim=2), torch.cat([values for _, values in pairs], dim=2)
+
+    if chunks:
+        session.load(ids, rows)

@@ -1,4 +1,4 @@
-"""Fused prefill: a prompt of chunks whose keys and values exist, of which only a selection of tokens is computed anew.
+"""CacheBlend: load stored chunk KV and recompute the selected tokens only.
 
 The model's own forward runs once over the prompt. Up to and with a check layer it computes every token; there the
 new keys and values are compared with the reused ones, and from then on hooks on the decoder layers let only selected
@@ -12,19 +12,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.method.parts import Prefilled
+from kvcompress.method.parts import Prefilled, PromptRunner
 from kvcompress.models import compat
-from kvcompress.reuse.chunk_loader import Rows, hold_all, let_go, precompute
+from kvcompress.reuse.chunk_loader import ChunkLoader, disable_windows, precompute, restore_windows
 from kvcompress.reuse.kv_store import ChunkKV, Damaged
-
-if TYPE_CHECKING:
-    from kvcompress.hook.session import Session
 
 Tensor = torch.Tensor
 
@@ -56,10 +53,10 @@ class Plan(Protocol):
         ...
 
 
-class Fusion:
+class SelectiveRecompute:
     """One fused forward: which tokens pass which layer. `rows` counts the tokens each layer has computed."""
 
-    def __init__(self, plan: Plan, reused: Rows, length: int, n_layers: int):
+    def __init__(self, plan: Plan, reused: ChunkLoader, length: int, n_layers: int):
         self.plan, self.reused, self.length, self.n_layers = plan, reused, length, n_layers
         self.context = reused.length
         self.rows: list[int] = []
@@ -141,7 +138,7 @@ class Fusion:
             at = at if self.stay is None else at.index_select(0, self.stay.cpu())
             rotated = forward.rotated.index_select(-1, at.to(forward.rotated.device))
             positions = forward.positions.index_select(-1, at)
-            self._narrowed = replace(forward, positions=positions, rotated=rotated, _moved={})
+            self._narrowed = replace(forward, positions=positions, rotated=rotated)
         return self._narrowed
 
     def widened(self, output: Tensor) -> Tensor:
@@ -157,7 +154,7 @@ def widened(output: Tensor, rows: Tensor | None, length: int) -> Tensor:
 
 
 @contextmanager
-def attached(session: Session, fusion: Fusion) -> Iterator[None]:
+def attached(session: PromptRunner, fusion: SelectiveRecompute) -> Iterator[None]:
     """Hooks on the decoder layers, and on their MLPs, which let pass what `fusion` says."""
     undo: list[Any] = []
     windows = compat.new_layers(session.model, lambda index: CompressedLayer(session.new_cache(), index))
@@ -183,7 +180,7 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
         def let_window_go(module: Any, args: Any, output: Any) -> None:
             if ours():
                 assert session.cache is not None
-                let_go(session.cache, index, windows[index])
+                restore_windows(session.cache, index, windows[index])
 
         return let_window_go
 
@@ -199,7 +196,6 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
             return widened(output[0], fusion.stay, fusion.rows[-1]), *output[1:]
         return widened(output, fusion.stay, fusion.rows[-1])
 
-    session._fusion = fusion
     try:
         for index, layer in enumerate(compat.decoder_layers(session.model)):
             undo.append(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
@@ -210,12 +206,11 @@ def attached(session: Session, fusion: Fusion) -> Iterator[None]:
                 undo += [mlp.register_forward_pre_hook(before_mlp), mlp.register_forward_hook(after_mlp)]
         yield
     finally:
-        session._fusion = None
         for handle in undo:
             handle.remove()
 
 
-def prefill(session: Session, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> Prefilled:
+def prefill(session: PromptRunner, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> Prefilled:
     """Run a prompt `[prefix or first chunk, chunk, …, question]`; one segment, or a later turn, is computed whole.
 
     Raises:
@@ -229,34 +224,40 @@ def prefill(session: Session, segments: Sequence[Tensor], mask: Tensor | None, p
     _check(session, segments, mask, plan)
     start, damaged = time.perf_counter(), 0
     while True:
-        chunks, computed = precompute(session, segments[:-1])
+        disk = damaged < len(segments)  # where others go on damaging what is there
+        chunks, computed = precompute(session, segments[:-1], disk)
         precompute_s = time.perf_counter() - start
         try:
             return _fused(session, segments, chunks, plan, computed, precompute_s)
         except Damaged:  # found while it was read: the store has forgotten it, so that it is computed now
             damaged += 1
-            if damaged > len(chunks):
-                raise
             session.cache = session.new_cache()
 
 
 def _fused(
-    session: Session, segments: Sequence[Tensor], chunks: list[ChunkKV], plan: Plan, computed: int, precompute_s: float
+    session: PromptRunner,
+    segments: Sequence[Tensor],
+    chunks: list[ChunkKV],
+    plan: Plan,
+    computed: int,
+    precompute_s: float,
 ) -> Prefilled:
     ids, cache = torch.cat(list(segments), dim=1), session.cache
     assert cache is not None
     length, n_layers = ids.shape[1], len(cache.layers)
-    hold_all(cache)
-    with Rows(session, chunks, plan.check_layer, segments[-1].shape[1]) as reused:
-        fusion = Fusion(plan, reused, length, n_layers)
+    disable_windows(cache)
+    with ChunkLoader(session, chunks, plan.check_layer, segments[-1].shape[1]) as reused:
+        fusion = SelectiveRecompute(plan, reused, length, n_layers)
         with attached(session, fusion):
-            logits = session._forward("prompt", ids, None)
+            logits = session.forward("prompt", ids, recompute=fusion)
         assert cache.real is not None
-        cache.reuse = {"ratio": plan.ratio, **_report(fusion, reused, len(chunks), computed, precompute_s)}
+        cache.note_reuse({"ratio": plan.ratio, **_report(fusion, reused, len(chunks), computed, precompute_s)})
     return Prefilled(cache, logits, cache.real.clone())
 
 
-def _report(fusion: Fusion, reused: Rows, chunks: int, computed: int, precompute_s: float) -> dict[str, Any]:
+def _report(
+    fusion: SelectiveRecompute, reused: ChunkLoader, chunks: int, computed: int, precompute_s: float
+) -> dict[str, Any]:
     """What was computed and what reused, in tokens per layer and shares of a whole prefill."""
     layers, length, context = fusion.n_layers, fusion.length, fusion.context
     recomputed = sum(fusion.fresh) / layers
@@ -277,7 +278,7 @@ def _report(fusion: Fusion, reused: Rows, chunks: int, computed: int, precompute
     }
 
 
-def _check(session: Session, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> None:
+def _check(session: PromptRunner, segments: Sequence[Tensor], mask: Tensor | None, plan: Plan) -> None:
     if not session.reuse_rotations:
         raise ValueError("this session was not opened to reuse chunks: give the method this prefill, not the prompt")
     for number, segment in enumerate(segments):

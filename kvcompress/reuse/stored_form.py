@@ -1,4 +1,4 @@
-"""In what form a store holds a layer's keys and values: as they are, or as the codes of a codec that works in groups.
+"""Stored form of a layer in a KV store: exact, or as the codes of a grouped codec.
 
 What is stored is decoded as it is loaded, so that whoever uses a chunk sees keys and values.
 """
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+
+from kvcompress.reuse.tensor_file import Layout
 
 Tensor = torch.Tensor
 
@@ -21,6 +23,16 @@ class Form(Protocol):
     def pack(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]: ...
 
     def unpack(self, channels: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]: ...
+
+
+def layer_layout(form: Form, heads: int, sizes: tuple[int, int], dtype: torch.dtype, tokens: int) -> Layout:
+    """What `pack` makes of a layer: number types and shapes of its tensors by name.
+
+    Args:
+        sizes: numbers of a key and of a value.
+    """
+    keys, values = (torch.empty(1, heads, tokens, size, dtype=dtype, device="meta") for size in sizes)
+    return {name: (part.dtype, tuple(part.shape)) for name, part in form.pack(keys, values).items()}
 
 
 class Exact:

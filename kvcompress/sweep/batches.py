@@ -1,4 +1,4 @@
-"""Samples as rows of one batch: which of them go together, and what each got.
+"""Batches of samples: which samples are rows of one batch, and the result of each row.
 
 Rows are padded on the left, where no method sees it, so that each gets what it would get alone (up to rounding: a
 token may differ where two logits are nearly equal).
@@ -40,7 +40,7 @@ def bytes_per_token(model: Any) -> int:
 
 
 def alike(sample: Sample, same_lengths: bool) -> tuple[Any, ...]:
-    """What samples of one batch have in common: the form of their questions and how answers to them end."""
+    """Key of samples that fit one batch: form of their questions, and how their answers end."""
     turns = [
         (bool(turn.ids), len(turn.ids) if same_lengths else 0, turn.max_new_tokens, turn.stop, turn.min_new_tokens)
         for turn in sample.turns
@@ -90,8 +90,11 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | 
     return ids, None if bool(mask.all()) else mask
 
 
-def run(session: Any, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """What `Task.run` says of each sample, run as rows of one batch: without times and memory, which are the batch's."""
+def run(session: Any, samples: Sequence[Sample]) -> list[dict[str, Any] | ValueError]:
+    """Results of samples run as rows of one batch, as of `Task.run` but without times and memory, which are the batch's.
+
+    A sample whose logits became NaN has an error in its place; its neighbours are as alone.
+    """
     device, rows = session.model.device, range(len(samples))
 
     def on_device(part: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -110,7 +113,9 @@ def run(session: Any, samples: Sequence[Sample]) -> list[dict[str, Any]]:
         answers.append(session.generate(turn.max_new_tokens, stop=turn.stop, min_new_tokens=turn.min_new_tokens))
         ends.append([session.report(row) for row in rows])
     return [
-        {
+        ValueError(f"sample {samples[row].id!r}: its logits are NaN")
+        if any(answer.finished[row] == "nan" for answer in answers)
+        else {
             "tokens": [[int(token) for token in answer.tokens[row]] for answer in answers],
             "finished": [answer.finished[row] for answer in answers],
             "compressed": {**compressed[row], "time": None},

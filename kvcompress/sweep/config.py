@@ -1,22 +1,20 @@
-"""Typed configuration: every Hydra group has a schema that is derived from the dataclass it configures.
+"""Configuration of a run: its groups, their schemas, and the checks of a command line before Hydra composes it.
 
-`register` puts the schemas into Hydra's ConfigStore as `base_<name>`; the yaml files in `conf/` start from them. A
-schema leaves out what other groups and top-level keys set (budget, parts; seed, data folder), so each thing has one
-place. Nothing here names a method or a task: they are found.
+`register` puts the schemas into Hydra's ConfigStore as `base_<name>`; the yaml files in `conf/` start from them. Imports no
+torch: methods, tasks and parts are known by their schemas (`schema_index`).
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import operator
-import types
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -25,20 +23,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from kvcompress.data.task import Task
-from kvcompress.method import Allocator, Codec, Method, Prefill, Reader, Schedule
-from kvcompress.methods import METHODS
-from kvcompress.models import loading
-from kvcompress.reuse.prefix import PrefixReuse  # noqa: F401  (a part that no method brings)
-from kvcompress.sweep.launcher.compose import compose_once_per_choice
-from kvcompress.sweep.launcher.plugin import store_launcher
-from kvcompress.tasks import TASKS
-from kvcompress.tracking import LoggerConfig
+from kvcompress.sweep import schema_index
+from kvcompress.sweep.compose import compose_once_per_choice, share_config_store
+from kvcompress.sweep.schemas import Table
 
-PARTS: dict[str, type] = {"allocator": Allocator, "codec": Codec, "reader": Reader, "prefill": Prefill}
+PARTS = ("allocator", "codec", "reader", "prefill")
 SHORT = {"tasks": "task.tasks"}  # lists that may be written shorter on the command line
 GROUPS = ("model", "task", "method", *PARTS, "schedule", "sweep", "logger", "experiment", "debug")
 RESUME = ("auto", "refresh", "any")
+LOGGERS = ("none", "wandb", "trackio")
+MODES = ("offline", "online", "disabled")  # of wandb
 AGENTS = {"sweep": {"wandb"}}  # files beside the options that are read by `wandb sweep`, not by Hydra
 
 
@@ -59,6 +53,20 @@ class SweepConfig:
     """`name` of the folder under `paths.results` that a run's record goes to."""
 
     name: str = "default"
+
+
+@dataclass
+class LoggerConfig:
+    """`name` is none, wandb or trackio. `mode` (offline, online, disabled) and `entity` are wandb's; offline needs no
+    network. `dir`: where it writes, null = its own default. `timeout`: seconds that its start and end may take each.
+    """
+
+    name: str = "none"
+    project: str = "kvcompress"
+    entity: str | None = None
+    mode: str = "offline"
+    dir: str | None = None
+    timeout: float = 60.0
 
 
 @dataclass
@@ -97,91 +105,25 @@ class RunConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
-def part_classes(base: type, within: str = "") -> dict[str, type]:
-    """Concrete dataclasses under `base` by the name they have in records, of modules whose names begin with `within`."""
-    found: dict[str, type] = {}
-    subclasses: list[Any] = base.__subclasses__()
-    for cls in subclasses:
-        concrete = not getattr(cls, "__abstractmethods__", None)
-        if concrete and is_dataclass(cls) and cls.__module__.startswith(within):
-            found[getattr(cls, "name", str(getattr(cls, "__name__", "")).lower())] = cls  # type: ignore[assignment]
-        found |= part_classes(cls, within)
-    return dict(sorted(found.items()))
-
-
-def method_classes() -> dict[str, type[Method]]:
-    """Method classes by the name they have on the command line: the class name in lower case."""
-    return {name.lower(): cls for name, cls in METHODS.items()}
-
-
-def schema(cls: type, name: str, leave_out: Sequence[str] = ()) -> type:
-    """A plain dataclass with the fields of `cls` in types that OmegaConf knows, and `name`.
-
-    Fields declared with `repr=False` hold data of a model, not settings, and are left out.
-    Literals become strings and tuples lists; `cls` itself checks their values when it is built.
-    """
-    hints = get_type_hints(cls)
-    specs: list[Any] = [("name", str, field(default=name))]
-    for item in fields(cls):
-        if item.name in leave_out or not item.repr:
-            continue
-        kind = _plain(hints[item.name])
-        if item.default_factory is not NO_DEFAULT:
-            value: Any = item.default_factory()
-        else:
-            value = item.default
-        if isinstance(value, tuple):
-            values = list(value)
-            specs.append((item.name, kind, field(default_factory=functools.partial(list, values))))
-        else:
-            specs.append((item.name, kind, field(default=MISSING if value is NO_DEFAULT else value)))
-    return make_dataclass(f"{cls.__name__}Config", specs)
-
-
-def _plain(kind: Any) -> Any:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return type(arguments[0])
-    if origin is tuple:
-        return list[_plain(arguments[0])]  # type: ignore[misc]
-    if origin in (Union, types.UnionType):
-        return functools.reduce(operator.or_, (_plain(argument) for argument in arguments))
-    return kind
-
-
-METHOD_ELSEWHERE = tuple(item.name for item in fields(Method) if item.name != "preset")
-SCHEDULE_ELSEWHERE = ("newline_ids", "until_ids")  # the tokenizer's business
-TASK_ELSEWHERE = tuple(item.name for item in fields(Task))
-
-
 def register() -> None:
     """Put every schema into the ConfigStore; may be called more than once, and makes them anew where a class is new."""
-    parts = {group: tuple(part_classes(base).items()) for group, base in PARTS.items()}
-    _register(tuple(method_classes().items()), tuple(TASKS.items()), tuple(parts.items()))
+    _register(schema_index.load())
 
 
 @functools.lru_cache(maxsize=1)  # making them takes longer than composing a cell
-def _register(
-    methods: tuple[tuple[str, type], ...], tasks: tuple[tuple[str, type], ...], parts: tuple[tuple[str, Any], ...]
-) -> None:
+def _register(table: Table) -> None:
     store = ConfigStore.instance()
+    share_config_store()
     store.store(name="base_config", node=RunConfig)
-    store.store(group="model", name="base_model", node=ModelConfig)
-    store.store(group="sweep", name="base_sweep", node=SweepConfig)
-    store.store(group="logger", name="base_logger", node=LoggerConfig)
-    for name, method in methods:
-        store.store(group="method", name=f"base_{name}", node=schema(method, name, METHOD_ELSEWHERE))
-    for name, task in tasks:
-        flat = name.replace("/", "_")  # a name may have a folder: reasoning/gsm8k
-        store.store(group="task", name=f"base_{flat}", node=schema(task, name, TASK_ELSEWHERE))
-    for group, found in parts:
-        for name, part in found:
-            store.store(group=group, name=f"base_{name}", node=schema(part, name))
-    store.store(group="schedule", name="base_schedule", node=schema(Schedule, "schedule", SCHEDULE_ELSEWHERE))
-    for name in loading.names():
+    for group, node in (("model", ModelConfig), ("sweep", SweepConfig), ("logger", LoggerConfig)):
+        store.store(group=group, name=f"base_{group}", node=node)
+    for group, schemas in table.groups.items():
+        for name, schema in schemas.items():
+            flat = name.replace("/", "_")  # a name may have a folder: reasoning/gsm8k
+            store.store(group=group, name=f"base_{flat}", node=schema.dataclass())
+    for name in table.models:
         if "/" in name:
             register_model(name)
-    store_launcher()
 
 
 def folder() -> Path:
@@ -211,7 +153,7 @@ def options(group: str, folder: Path) -> list[str]:
     found = {str(path.relative_to(folder / group).with_suffix("")) for path in (folder / group).rglob("*.yaml")}
     found -= AGENTS.get(group, set())
     if group == "model":
-        found |= set(loading.names())
+        found |= set(schema_index.load().models)
     return sorted(found)
 
 
@@ -336,45 +278,69 @@ def check_keys(config: DictConfig) -> None:
                 raise ValueError(f"{name} is no setting{hint} Valid: {', '.join(valid)}")
 
 
-def _values(node: Any) -> dict[str, Any]:
-    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(vars(node))
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}  # type: ignore
-
-
-def _named(group: str, node: Any, classes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    values = _values(node)
-    name = values.pop("name", None)
-    if name not in classes:
-        raise ValueError(f"{group}.name={name!r} is unknown; valid: {', '.join(classes)}")
-    return classes[name], values
-
-
-def build_method(config: Any) -> Method:
-    """The method of a cell with its budget and replaced parts; `config` is a `RunConfig` or its DictConfig.
+def check_logger(settings: Any) -> None:
+    """Refuse settings that no tracker has.
 
     Raises:
-        ValueError: an illegal budget, hyper-parameter or combination of parts.
+        ValueError: names the setting and what is valid.
     """
-    cls, values = _named("method", config.method, dict(method_classes()))
-    for group, base in PARTS.items():
-        node = getattr(config, group)
-        if node is not None:
-            part, settings = _named(group, node, part_classes(base))
-            values[group] = part(**settings)
-    method = cls(budget=config.budget, **values)
-    if config.schedule is None or method.make_scorer() is None:  # nothing to schedule: one cell for all
-        return method
-    settings = _values(config.schedule)
-    if settings.pop("name", None) is None:
-        raise ValueError(f"no schedule is chosen that has settings, but {', '.join(settings)} is set: schedule=NAME")
-    return method.replace(schedule=Schedule(**settings))
+    if settings.name not in LOGGERS:
+        raise ValueError(f"logger.name={settings.name!r}; valid: {', '.join(LOGGERS)}")
+    if settings.mode not in MODES:
+        raise ValueError(f"logger.mode={settings.mode!r}; valid: {', '.join(MODES)}")
+    if not settings.timeout > 0:
+        raise ValueError(f"logger.timeout={settings.timeout}; seconds above 0")
 
 
-def build_task(config: Any) -> Task:
-    """The task of a cell with its seed and data folder.
+def check_sweep_name(name: str, results: str) -> None:
+    """Refuse a `sweep.name` that is no folder inside `paths.results`, or that the file system cannot hold.
 
     Raises:
-        ValueError: an illegal setting.
+        ValueError: names it, and what is allowed.
     """
-    cls, values = _named("task", config.task, dict(TASKS))
-    return cls(seed=config.seed, data=config.paths.data, **values)
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not name or "\0" in name:
+        raise ValueError(f"sweep.name={name!r}; a name inside paths.results={results}")
+    longest = max(len(os.fsencode(part)) for part in path.parts) if path.parts else 0
+    limit = _name_limit(Path(results))
+    if longest > limit:
+        short = name if len(name) <= 40 else f"{name[:39]}…"
+        raise ValueError(
+            f"sweep.name={short!r} has {longest} bytes; a folder's name may have {limit}: choose a shorter one"
+        )
+
+
+def _name_limit(folder: Path) -> int:
+    """Bytes that a name may have in `folder`, or in the nearest folder above it that exists."""
+    for place in (folder.absolute(), *folder.absolute().parents):
+        with suppress(OSError, ValueError, AttributeError):  # not there yet; Windows has no pathconf
+            return os.pathconf(place, "PC_NAME_MAX")
+    return 255
+
+
+def check_folders(arguments: Sequence[str]) -> None:
+    """Refuse `paths.results` and `sweep.name` that cannot be folders or cannot be written to, as command-line overrides.
+
+    Hydra makes the folder before any cell is looked at, and would say so with a traceback.
+
+    Raises:
+        ValueError: names the folder and what is in the way.
+    """
+    results = _given(arguments, "paths.results") or ["results"]
+    for name in results:
+        place = Path(name).absolute()
+        try:
+            while not place.exists():
+                place = place.parent
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise ValueError(f"cannot write to paths.results={name}: {error}") from None
+    for name in _given(arguments, "sweep.name"):
+        check_sweep_name(name, results[0])
+
+
+def _given(arguments: Sequence[str], key: str) -> list[str]:
+    """Plain values of a key among overrides: no lists, quotes or interpolations."""
+    values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
+    return [value for value in values if value and not set(value) & set("$,'\"")]

@@ -1,4 +1,4 @@
-"""What Hydra refuses on a command line, said in one line that names the override and the fix."""
+"""Hydra's errors over a command line, in one line that names the override and the fix."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from kvcompress.sweep.config import GROUPS
 
-Refused = (HydraException, OmegaConfBaseException)
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
 NAMED = re.compile(r"(?:Error merging override |Could not override '|To append to your config use \+)([^'\n]+)")
 BUDGET = "a budget is a share of the tokens, such as budget=0.25, or a number of tokens, such as budget=512"
 
 
-def explain(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """One line for what Hydra or OmegaConf raised over an override; what is not known is said in their first line."""
     texts = [str(one) for one in chain(error)]
     named = [found for text in texts for found in NAMED.findall(text)]

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvcompress.method import Allocator, Codec, Method, Needs
-from kvcompress.sweep.config import method_classes, part_classes
+from kvcompress.sweep.components import method_classes, part_classes
 
 REQUIRED = ("family", "keeps", "source", "differences")
 BEGIN = "<!-- method table: made by scripts/method_table.py -->"

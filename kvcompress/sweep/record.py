@@ -7,74 +7,29 @@ is done, `record.json` (written to a temporary file and renamed, so that it is w
 from __future__ import annotations
 
 import json
+import logging
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median, quantiles, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvcompress.common.atomic_files import replacing
+from kvcompress.common import strict_json
+from kvcompress.common.atomic_files import append_whole, read_plain, write_whole
 from kvcompress.common.hashing import source_hash
+from kvcompress.sweep.disk import written
+from kvcompress.sweep.record_schema import FINISHED, KEYS, STATUSES, TIMES, check_record, check_row
 
-FINISHED = ("ok", "inactive")
-STATUSES = ("ok", "failed", "oom", "inactive", "partial")
-TIMES = ("time.ttft_s", "time.tpot_s", "time.prefill_s", "time.compress_s")
-KEYS = (
-    *("run_id", "status", "model", "task", "method", "budget", "seed", "dtype", "device", "n_samples"),
-    *("score", "score_stderr", "metric", "delta_full", "baseline", "share_inactive", "share_clamped"),
-    *("parts.scorer", "parts.allocator", "parts.codec", "parts.prefill", "parts.reader", "parts.schedule"),
-    *("parts.preset", "variant", "kv.bytes_held", "kv.bytes_allocated", "kv.bytes_full", "kv.ratio", "kv.bytes_host"),
-    *(
-        "kv.bytes_summaries",
-        "kv.bytes_tables",
-        "kv.moment",
-        "kv.bytes_scores",
-        "kv.bytes_peak",
-        "kv.bytes_mean",
-        "kv.kept_tokens_mean",
-        "kv.kept_tokens_max",
-        "kv.read_bytes_per_token",
-        "kv.moved_bytes_per_token",
-    ),
-    *("kv.storage", "memory.prefill_peak", "memory.decode_peak"),
-    *(key + end for key in TIMES for end in ("", ".q1", ".q3")),
-    *("protocol.question", "protocol.chunking", "protocol.kernel", "protocol.template", "protocol.truncated_share"),
-    *(
-        "protocol.hit_max_share",
-        "protocol.unfinished_share",
-        "protocol.turns",
-        "protocol.questions",
-        "protocol.batch",
-        "protocol.lengths",
-        "protocol.data",
-        "protocol.revision",
-        "protocol.shared",
-        "protocol.decoding",
-        "protocol.decoding_why",
-        "protocol.step",
-        "protocol.step_why",
-        "time.step_ready_s",
-        "protocol.pair",
-        "sanity.gold",
-        "sanity.empty",
-        "versions.source",
-        "notes",
-        "error",
-    ),
-)
+__all__ = ["FINISHED", "KEYS", "STATUSES", "RunFolder", "aggregate", "read_record", "read_rows"]
 
-
-KINDS: dict[str, Any] = {
-    **dict.fromkeys(("run_id", "status", "model", "task", "method"), str),
-    "budget": (int, float),
-    "n_samples": int,
-}
-# what boards reckon with, by the start of its name: a number or null; parts and protocols are names
-NUMBERS = ("kv.", "time.", "memory.", "share_", "delta_", "score_", "protocol.truncated_", "protocol.hit_max_")
-NAMES = ("protocol.pair", "kv.storage", "kv.moment", "metric", "dtype", "device")
+logger = logging.getLogger(__name__)
+Told = Callable[[str], object]
+FROM_SAMPLES = ("kv.", "share_", "score", "n_samples")  # keys that follow from samples and nothing else
+STALE_S = 3600.0  # after which what a process was about to write is taken for a killed one's
 
 
 @lru_cache(maxsize=1)
@@ -90,39 +45,54 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` so that `path` is whole or as it was, whenever the process dies."""
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, sort_keys=True, default=str)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Write `value` so that `path` is whole or as it was, whenever the process dies.
+
+    Raises:
+        DiskFull: there is no room for it.
+    """
+    text = json.dumps(value, indent=1, sort_keys=True, default=str)
+    with written(path):
+        write_whole(path, text + "\n")
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """The record at `path`.
 
     Raises:
-        ValueError: it cannot be read, is no JSON object, lacks `run_id` or a known `status`, or holds a value of the
-            wrong kind where boards count on it.
+        ValueError: it cannot be read, or is no record: names the file and what is wrong (`record_schema.Record`).
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        record = strict_json.encodable(strict_json.loads(read_plain(path)))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    if not isinstance(record, dict) or not record.get("run_id") or record.get("status") not in STATUSES:
-        raise ValueError(f"{path}: not a record (no run_id, or status not one of {', '.join(STATUSES)})")
-    for key, kinds in KINDS.items():
-        value = record.get(key)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ValueError(f"{path}: not a record ({key} is {value!r})")
-    for key, value in record.items():
-        kinds = str if key in NAMES or key.startswith("parts.") else (int, float) if key.startswith(NUMBERS) else object
-        if value is not None and not isinstance(value, kinds):
-            raise ValueError(f"{path}: not a record ({key} is {value!r})")
-    score = record.get("score")
-    if record["status"] in FINISHED and not (isinstance(score, (int, float)) and math.isfinite(score)):
-        raise ValueError(f"{path}: not a record (finished, but its score is {score!r})")
+    try:
+        check_record(record)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a record ({error})") from None
     return record
+
+
+def contradiction(record: Mapping[str, Any], scores: Mapping[str, float]) -> str | None:
+    """What a finished record says otherwise than the scores of its samples, None where they agree or too few are left."""
+    if record["status"] not in FINISHED or len(scores) < record["n_samples"] or not scores:
+        return None
+    if len(scores) > record["n_samples"]:
+        return f"n_samples is {record['n_samples']}, but samples.jsonl has {len(scores)}"
+    score = fmean(scores.values())
+    if not math.isclose(record["score"], score, rel_tol=1e-9, abs_tol=1e-9):
+        return f"score is {record['score']!r}, but that of its samples {score!r}"
+    return None
+
+
+def _sources(record: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [record.get("versions.source"), *(row.get("source") for row in rows)]
+
+
+class Fault(NamedTuple):
+    """What is wrong with a finished record, and whether its samples may be kept."""
+
+    text: str
+    rows_hold: bool
 
 
 class RunFolder:
@@ -147,14 +117,43 @@ class RunFolder:
             return None
 
     def open(self, config: str) -> None:
-        """Make the folder, with the resolved configuration in it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(config, encoding="utf-8")
+        """Make the folder, with the configuration in it.
 
-    def rows(self, source: str | None = None) -> dict[str, dict[str, Any]]:
-        """Finished samples by id; damaged lines are ignored. Only those made with `source`, if given."""
-        rows = (row for row in read_rows(self.path / "samples.jsonl") if isinstance(row.get("out"), dict))
-        return {row["id"]: row for row in rows if source in (None, row.get("source"))}
+        Raises:
+            OSError: it cannot be written to, or is a link to another folder.
+        """
+        with written(self.path):
+            if self.path.is_symlink():
+                raise OSError(f"{self.path} is a link, which is not followed")
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path / "config.yaml", config)
+
+    def rows(self, source: str | None = None, told: Told | None = None) -> dict[str, dict[str, Any]]:
+        """Finished samples by id; what is damaged is left out and told. Only those made with `source`, if given."""
+        path, told = self.path / "samples.jsonl", told or warn_once
+        found = {}
+        for row in read_rows(path, told):
+            out = row.get("out") or {}
+            if out.get("end") is None and not out.get("oom"):
+                told(f"{path}: sample {row['id']!r:.60} has no out.end, and memory did not run out; left out")
+            elif source in (None, row.get("source")):
+                found[row["id"]] = row
+        return found
+
+    def fault(self, record: Mapping[str, Any]) -> Fault | None:
+        """Why a finished record is to be made again: samples are missing, or it says otherwise than they do."""
+        if record["status"] not in FINISHED or not (self.path / "samples.jsonl").exists():
+            return None
+        rows = self.rows()
+        if len(rows) < record["n_samples"]:
+            return Fault(f"n_samples is {record['n_samples']}, but {len(rows)} samples are sound", True)
+        wrong = contradiction(record, {key: float(row["score"]) for key, row in rows.items()})
+        source = source_hash()
+        if wrong is None and all(one == source for one in _sources(record, rows.values())):
+            made = aggregate(list(rows.values()))
+            differ = [key for key in made if key.startswith(FROM_SAMPLES) and record.get(key) != made[key]]
+            wrong = f"{differ[0]} is {record.get(differ[0])!r}, by its samples {made[differ[0]]!r}" if differ else None
+        return None if wrong is None else Fault(wrong, False)
 
     def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Keep exactly `rows`, and take away the record: what is written from here on belongs to a new attempt.
@@ -164,54 +163,125 @@ class RunFolder:
         for left in self.path.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         (self.path / "record.json").unlink(missing_ok=True)
-        self._write(rows)
+        self.keep(rows)
 
-    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        with replacing(self.path / "samples.jsonl") as temporary:
-            temporary.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+    def keep(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Put exactly these rows into `samples.jsonl`."""
+        path = self.path / "samples.jsonl"
+        with written(path):
+            write_whole(path, "".join(map(_line, rows)))
 
     def arrange(self, order: Sequence[str]) -> None:
-        """Put the finished samples into this order of ids, those it does not name last."""
+        """Put the finished samples into this order of ids; those it does not name are of no sample and go."""
+        if not order:
+            return
         rows = self.rows()
-        place = {name: number for number, name in enumerate(order)}
-        wanted = sorted(rows, key=lambda name: place.get(name, len(place)))
-        if order and wanted != list(rows):
-            self._write([rows[name] for name in wanted])
+        wanted = [name for name in dict.fromkeys(order) if name in rows]
+        if wanted != list(rows):
+            self.keep([rows[name] for name in wanted])
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one finished sample and flush it to disk."""
-        with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Add one finished sample and flush it to disk.
+
+        Raises:
+            DiskFull: there is no room for it; nothing of it is left.
+        """
+        path = self.path / "samples.jsonl"
+        with written(path):
+            append_whole(path, _line(row).encode())
 
     def finish(self, record: Mapping[str, Any]) -> None:
+        """Write the record.
+
+        Raises:
+            DiskFull: there is no room for it.
+        """
         write_json(self.path / "record.json", record)
 
 
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, default=str) + "\n"
+
+
+def readable_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`row`, if what is written of it can be read back.
+
+    Raises:
+        ValueError: names the sample and the field, as one that is NaN.
+    """
+    try:
+        check_row(strict_json.loads(_line(row)))
+    except ValueError as error:
+        raise ValueError(f"sample {row.get('id')}: {error}") from None
+    return row
+
+
+def readable_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`record` as it can be read back: numbers that are not finite are None.
+
+    Raises:
+        ValueError: names a key whose value is of another kind than records hold.
+    """
+    made = {key: _finite(value) for key, value in record.items()}
+    check_record(strict_json.loads(json.dumps(made, default=str)))
+    return made
+
+
+def _finite(value: Any) -> Any:
+    """`value`, None where a number or one of a list is not finite: there is no such number to report."""
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def clear_left(sweep: Path) -> None:
-    """Take away what killed processes were about to write. Records and the list of cells are written under the sweep's
-    lock, which the caller holds, so that nobody is about to write now."""
-    for left in (*sweep.glob(".sweep.json.*.tmp"), *sweep.glob("*/.record.json.*.tmp")):
+    """Take away what killed processes were about to write. Records, locks and the list of cells are written under the
+    sweep's lock, which the caller holds, so that nobody is about to write now."""
+    for left in (
+        *sweep.glob(".sweep.json.*.tmp"),
+        *sweep.glob("*/.record.json.*.tmp"),
+        *sweep.glob("*/.lock.*.tmp"),
+    ):
         left.unlink(missing_ok=True)
+    for left in sweep.glob(".references/.*.tmp"):  # which are written without the lock
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > STALE_S:
+                left.unlink(missing_ok=True)
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a `samples.jsonl` with id and finite score; damaged ones are left out."""
-    if not path.is_file():
+@lru_cache(maxsize=4096)
+def warn_once(text: str) -> None:
+    """Say it on the terminal, once in a process: files are read again and again."""
+    logger.warning("%s", text)
+
+
+def read_rows(path: Path, told: Told | None = None) -> Iterator[dict[str, Any]]:
+    """Finished samples of a `samples.jsonl` (`record_schema.SampleRow`); damaged lines are left out.
+
+    Args:
+        told: is given one text per damaged line: file, line and field. What a process was about to write when it died,
+            or writes at this moment, is no damage: a last line without its end.
+    """
+    try:
+        content = read_plain(path)
+    except FileNotFoundError:
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    except OSError as error:
+        if told is not None:
+            told(f"{path}: {error}")
+        return
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+            row = strict_json.loads(line)
+            check_row(row)
+        except ValueError as error:
+            if told is not None and number < len(lines):
+                told(f"{path} line {number}: {error}; left out, the command of its sweep computes it again")
             continue
-        if not isinstance(row, dict) or not isinstance(row.get("id"), str):
-            continue
-        out, score = row.get("out"), row.get("score")
-        moments = [out.get(moment) for moment in ("compressed", "end")] if isinstance(out, dict) else []
-        whole = out is None or (isinstance(out, dict) and all(one is None or isinstance(one, dict) for one in moments))
-        if whole and isinstance(score, (int, float)) and math.isfinite(score):
-            yield row
+        yield row
 
 
 def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -260,14 +330,14 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found["kv.bytes_peak"] = _mean(max(values) for values in known)
     # what goes into pages leaves the form the prompt had with the first step
     found["kv.bytes_mean"] = _mean(
-        fmean(values[1:] if moment == "decode" else values)
+        fmean(values[1:] or values if moment == "decode" else values)
         for values, moment in zip(held, moments, strict=True)
         if None not in values
     )
     for key in ("read_bytes_per_token", "moved_bytes_per_token"):
         found[f"kv.{key}"] = _mean(kv.get(key) for kv in end)
     found["kv.kept_tokens_max"] = max((kv["kept_tokens_max"] for kv in end if kv.get("kept_tokens_max")), default=None)
-    found["kv.storage"] = end[0].get("storage")
+    found["kv.storage"] = _all_of(kv.get("storage") for kv in end)
     for key in ("prefill_peak", "decode_peak"):
         found[f"memory.{key}"] = max((out[key] for out in outs if out.get(key) is not None), default=None)
     for key in TIMES:
@@ -280,14 +350,14 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in sorted({key for protocol in protocols for key in protocol}):
         kinds = sorted({str(protocol[key]) for protocol in protocols if key in protocol})
         found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
-    found["protocol.kernel"] = outs[0]["end"].get("kernel")
+    found["protocol.kernel"] = _all_of(out["end"].get("kernel") for out in outs)
     steps = [out["end"].get("step") or {} for out in outs]
     found["protocol.step"] = "+".join(sorted({step["how"] for step in steps if "how" in step})) or None
-    found["protocol.step_why"] = next((step["why"] for step in steps if step.get("why")), None)
+    found["protocol.step_why"] = _all_of((step.get("why") for step in steps), "; ")
     found["time.step_ready_s"] = max((step["ready_s"] for step in steps if "ready_s" in step), default=None)
-    found["protocol.truncated_share"] = fmean(row.get("meta", {}).get("truncated_tokens", 0) > 0 for row in rows)
+    found["protocol.truncated_share"] = fmean((row.get("meta") or {}).get("truncated_tokens", 0) > 0 for row in rows)
     found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
-    found["protocol.hit_max_share"] = fmean("length" in out["finished"] for out in outs)
+    found["protocol.hit_max_share"] = fmean("length" in out.get("finished", ()) for out in outs)
     return found
 
 
@@ -299,6 +369,11 @@ def held_at(out: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """
     compressed, end = ((out.get(report) or {}).get("kv") or {} for report in ("compressed", "end"))
     return ("decode", end) if end.get("bytes_summaries") else ("prompt", compressed)
+
+
+def _all_of(values: Iterable[str | None], mark: str = ",") -> str | None:
+    """What samples say, each thing once: those of before a resume may have run otherwise. None where none says anything."""
+    return mark.join(sorted({value for value in values if value})) or None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -342,6 +417,8 @@ def fill_deltas(sweep: Path, changed: str | None = None) -> None:
     """
     found: list[tuple[RunFolder, dict[str, Any]]] = []
     for path in sorted(sweep.glob("*/record.json")):
+        if path.parent.is_symlink():
+            continue  # nothing is written there
         folder = RunFolder(sweep.parent, sweep.name, path.parent.name)
         record = folder.record()
         if record is not None:

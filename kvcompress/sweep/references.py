@@ -1,4 +1,4 @@
-"""What the uncompressed model does with a sample: made once per sample and sweep, kept beside the runs it is for.
+"""Reference outputs of the uncompressed model: made once per sample and sweep, kept beside the runs that need them.
 
 `<sweep>/.references/<key>.safetensors`; the folder may be deleted at any time. A damaged file is made anew.
 """
@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
-from kvcompress.common.atomic_files import replacing
+from kvcompress.common.atomic_files import read_plain, write_whole
 from kvcompress.common.hashing import digest
 from kvcompress.data.task import Sample, Task
 from kvcompress.method import Method
+from kvcompress.sweep.disk import written
 
 FOLDER = ".references"
 
@@ -65,15 +67,16 @@ def _checksum(value: Mapping[str, torch.Tensor]) -> str:
 
 def _read(path: Path) -> dict[str, torch.Tensor] | None:
     try:
-        with safe_open(path, "pt") as file:
-            value = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            wanted = (file.metadata() or {}).get("sha256")
-    except (OSError, SafetensorError):  # not there, or cut short by a full disk
+        content = read_plain(path)  # not mapped: another process may shorten the file
+        value = load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        wanted = (header.get("__metadata__") or {}).get("sha256")
+    except (OSError, SafetensorError, ValueError, KeyError, RecursionError):  # not there, or cut short by a full disk
         return None
     return value if wanted == _checksum(value) else None  # safetensors itself does not notice a changed byte
 
 
 def _write(path: Path, value: dict[str, torch.Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        save_file(value, temporary, metadata={"sha256": _checksum(value)})
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, save(value, metadata={"sha256": _checksum(value)}))

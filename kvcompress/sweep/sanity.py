@@ -1,4 +1,4 @@
-"""Before a model is loaded: right answers score 1 and empty ones 0, by the very rule that will score the model."""
+"""Sanity check of a task, before a model is loaded: right answers score 1 and empty ones 0 by its own metric."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sanity:
 
 
 def scored(task: Task, sample: Sample, texts: Sequence[str]) -> float:
-    """What these answers to a sample score."""
+    """Score of these answers to a sample."""
     out: dict[str, Any] = {"text": list(texts), "tokens": [[] for _ in texts], "finished": ["stop"] * len(texts)}
     return task.score(sample, out)["score"]
 

@@ -8,46 +8,62 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvcompress.sweep.config import LOGGERS, MODES, LoggerConfig, check_logger
+from kvcompress.sweep.outcome import Outcome
 from kvcompress.sweep.record import read_record
 from kvcompress.tracking.content import Unreachable, read
 
+__all__ = [
+    "LOGGERS",
+    "MODES",
+    "LoggerConfig",
+    "SweepTracker",
+    "by_agent",
+    "finish",
+    "log",
+    "log_board",
+    "place",
+    "wanted",
+]
+
 logger = logging.getLogger(__name__)
-LOGGERS = ("none", "wandb", "trackio")
-MODES = ("offline", "online", "disabled")
 _given_up: set[str] = set()  # trackers that could not be had: each further try would cost its timeout again
 
 
-@dataclass
-class LoggerConfig:
-    """`name` is none, wandb or trackio. `mode` (offline, online, disabled) and `entity` are wandb's; offline needs no
-    network. `dir`: where it writes, null = its own default. `timeout`: seconds that its start and end may take each.
-    """
+class SweepTracker:
+    """Listener of a scheduler: sends each run when its record is written, and leaderboards after the sweeps."""
 
-    name: str = "none"
-    project: str = "kvcompress"
-    entity: str | None = None
-    mode: str = "offline"
-    dir: str | None = None
-    timeout: float = 60.0
+    def __init__(self) -> None:
+        self._settings: dict[Path, Any] = {}  # by folder of the sweep
+        self._outcomes: list[Outcome] = []
 
+    def expect(self, configs: Iterable[Any]) -> None:
+        """Take note of the group `logger` of cells that will be run."""
+        for config in configs:
+            self._settings[Path(config.paths.results) / config.sweep.name] = config.logger
 
-def check(settings: Any) -> None:
-    """Refuse settings that no tracker has, before anything is run.
+    def __call__(self, outcome: Outcome) -> None:
+        """Send the run whose record this process has just written. Never raises: trouble is a warning."""
+        if not outcome.record or outcome.folder is None:
+            return
+        self._outcomes.append(outcome)
+        if outcome.fresh:
+            log(self._settings[outcome.folder.parent], outcome.folder)
 
-    Raises:
-        ValueError: names the setting and what is valid.
-    """
-    if settings.name not in LOGGERS:
-        raise ValueError(f"logger.name={settings.name!r}; valid: {', '.join(LOGGERS)}")
-    if settings.mode not in MODES:
-        raise ValueError(f"logger.mode={settings.mode!r}; valid: {', '.join(MODES)}")
-    if not settings.timeout > 0:
-        raise ValueError(f"logger.timeout={settings.timeout}; seconds above 0")
+    def finish(self) -> list[str]:
+        """Bring the trackers up to date with what the sweeps left → a line for each that keeps files on this disk."""
+        places = []
+        for sweep, settings in self._settings.items():
+            mine = [(o.folder, o) for o in self._outcomes if o.folder is not None and o.folder.parent == sweep]
+            done = [folder for folder, outcome in mine if outcome.status == "done"]
+            finish(settings, sweep, [(folder, outcome.record) for folder, outcome in mine], done)
+            kept = place(settings) if mine else None
+            places += [kept] if kept else []
+        return places
 
 
 def wanted(settings: Any) -> bool:
@@ -119,7 +135,7 @@ def finish(settings: Any, sweep: Path, sent: Iterable[tuple[Path, Mapping[str, A
 
 def _try(settings: Any, send: Any, what: str) -> bool:
     try:
-        check(settings)
+        check_logger(settings)
         send(import_module(f"kvcompress.tracking.to_{settings.name}"))
         return True
     except Unreachable as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcompress.common.text import for_tracker
 from kvcompress.report.run_index import Entry, flags, gather, ordered
 
 SAID = ("model", "task", "method", "variant", "budget")  # of every run
@@ -64,14 +65,15 @@ def table(entries: list[Entry]) -> tuple[list[str], list[list[Any]]]:
             shown = {key: record.get(key) for key in (*SAID, *ASKED)} | {"flags": ", ".join(flags(record))}
             if record["status"] == "ok":
                 shown |= {key: record.get(key) for key in MEASURED}
-            lines.append([shown.get(key) for key in columns])
+            lines.append([for_tracker(shown.get(key)) for key in columns])
     return columns, lines
 
 
 def draw(entries: list[Entry], folder: Path) -> list[tuple[str, Path]]:
     """Every figure the records allow, as PNG."""
-    from kvcompress.report.curves import about, draw_all
-    from kvcompress.report.heatmap import draw as draw_heat
+    from kvcompress.report.curves import about, draw_curves
+    from kvcompress.report.figure import figure_stem
+    from kvcompress.report.heatmap import draw_heatmap
     from kvcompress.report.pareto import draw_fronts
 
     found: list[tuple[str, Path]] = []
@@ -81,9 +83,9 @@ def draw(entries: list[Entry], folder: Path) -> list[tuple[str, Path]]:
     for pair, group in sorted(groups.items()):
         records = [entry.record for entry in group]
         title = f"{group[0].sweep}: {records[0]['model']} · {about(records)}"
-        path = folder / "heat" / f"{records[0]['task'].replace('/', '-')}-{pair[:8]}.png"
-        if draw_heat(group, title, path):
+        path = folder / "heat" / f"{figure_stem('', '', records[0]['task'], pair, '')}.png"
+        if draw_heatmap(group, title, path):
             found.append(("heat", path))
     found += [("pareto", path) for path in draw_fronts(entries, folder / "pareto")]
-    found += [("curves", path) for path in draw_all(entries, folder / "curves")]
+    found += [("curves", path) for path in draw_curves(entries, folder / "curves")]
     return [(kind, path) for kind, path in found if path.suffix == ".png"]

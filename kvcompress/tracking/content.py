@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from kvcompress.common.hashing import canonical
+from kvcompress.common.text import for_tracker, printable
+from kvcompress.sweep import stored_config
 from kvcompress.sweep.record import FINISHED, RunFolder, held_at, read_record
 
 TAG = 64  # characters that wandb takes
@@ -62,7 +62,7 @@ def read(folder: Path) -> Content:
     return Content(
         run_id=str(record["run_id"]),
         sweep=folder.parent.name,
-        name=f"{label} · {record['budget']} · {record['task']}",
+        name=printable(f"{label} · {record['budget']} · {record['task']}"),
         tags=tags(record),
         config=configuration(folder / "config.yaml") | {"budget": record["budget"], "parts": parts},
         summary=summary(record),
@@ -75,26 +75,21 @@ def read(folder: Path) -> Content:
 
 def tags(record: Mapping[str, Any]) -> list[str]:
     """Model, method, task and what became of it, each once and no longer than a tracker takes."""
-    found = [str(record[key])[-TAG:] for key in ("model", "method", "task", "status")]
+    found = [printable(record[key])[-TAG:] for key in ("model", "method", "task", "status")]
     if record.get("protocol.shared"):
         found.append("shared")
     return list(dict.fromkeys(tag for tag in found if tag))
 
 
 def configuration(path: Path) -> dict[str, Any]:
-    """The resolved configuration of a run as nested plain values; empty where the file is damaged."""
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except Exception:  # YAML's own errors, OmegaConf's, and the file system's
-        return {}
-    if not isinstance(found, dict):
-        return {}
+    """The configuration of a run as nested plain values, as it is written; empty where the file is damaged."""
+    found = stored_config.read(path) or {}
     return {key: value for key, value in canonical(found).items() if key not in LEAVE_OUT}
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record, flat; an absent value stays in as None, so that a run sent again loses what it no longer has."""
-    found = dict(record)
+    found = {printable(key): for_tracker(value) for key, value in record.items()}
     if found.get("error"):
         found["error"] = str(found["error"])[-ERROR:]
     return found
@@ -131,7 +126,7 @@ def _line(row: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in _mapping(row.get(kind)).items():
             if isinstance(value, (str, int, float)) and (kind, key) != ("scores", "score"):
                 line[f"{kind}.{key}"] = value[:TEXT] if isinstance(value, str) else value
-    return line
+    return {printable(key): for_tracker(value) for key, value in line.items()}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -76,6 +76,9 @@ def started(settings: Any, failed: bool, about: dict[str, Any]) -> Iterator[tupl
         "console": "off",  # what this process prints belongs to many runs
         "silent": True,
         "x_disable_stats": True,  # the run is over: the machine's load now says nothing of it
+        "x_disable_meta": True,  # host, user's folders, command line and packages of whoever sends the record
+        "disable_git": True,
+        "disable_code": True,
         "init_timeout": settings.timeout,
         "login_timeout": settings.timeout,
         "finish_timeout": settings.timeout,

@@ -12,7 +12,7 @@ from small_models import left_padded, random_ids, small_model
 from test_codec_reader_seams import PerTokenInt8
 
 from kvcompress import compress
-from kvcompress.hook.joint_decoding import cannot_join
+from kvcompress.hook.joint_decoding import unsupported_reason
 from kvcompress.hook.shared_prefill import needs_of, prefill_once
 from kvcompress.method import Codec, Method, Needs
 from kvcompress.methods import CAKE, H2O, AdaKV, Full, Int8, SnapKV
@@ -137,8 +137,8 @@ def test_keys_are_turned_back_by_the_position_ids_the_model_used():
     with compress(model, Full(codec=Noting())) as session:
         session.prefill(ids, attention_mask=mask)
         model(ids, attention_mask=mask, use_cache=True)  # position ids 0, 1, … whatever is padding
-        assert session.cache.shift.tolist() == [0, 9]
-        assert session.cache.fork().shift.tolist() == [0, 9]
+        assert session.cache.sequence.shift.tolist() == [0, 9]
+        assert session.cache.fork().sequence.shift.tolist() == [0, 9]
     assert (seen[0] - seen[1])[1, :, 9:].abs().max() <= 1e-5
     jumping = torch.tensor([[0, 1, 2, 7]])
     with compress(model, Full(codec=Noting())) as session:
@@ -178,7 +178,7 @@ def test_a_codec_is_shown_the_prompts_last_queries_once_and_keeps_a_state_with_i
             assert seen == [[[20, 21, 22, 23], [11, 12, 13, 14]]] * 3
             layer, fork = session.cache.layers[1], session.cache.fork()
             fork.reorder_cache(torch.tensor([1, 0]))
-            assert torch.equal(fork.layers[1].codec_state["mean"], layer.codec_state["mean"].flip(0))
+            assert torch.equal(fork.layers[1].encoding.state["mean"], layer.encoding.state["mean"].flip(0))
             assert fork.nbytes() == session.cache.nbytes()
             assert "queries" not in layer.state
 
@@ -207,7 +207,7 @@ def test_a_shared_prefill_is_encoded_after_the_fork_and_gives_what_a_prefill_alo
     assert all((a - b).abs().max() <= 1e-5 for a, b in zip(got[3], alone[3], strict=True))
     after = [t for layer in shared.cache.layers for t in layer.keys_values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert cannot_join(method)
+    assert unsupported_reason(method)
 
 
 def test_a_method_may_stand_for_its_codec_unless_it_evicts():

@@ -8,7 +8,7 @@ from helpers import held, make
 from small_models import small_model
 
 from kvcompress import compress
-from kvcompress.cache.retention_map import BINS, kept
+from kvcompress.cache.retention_map import BINS, retention_map
 
 
 def slowly(cache, seen):
@@ -39,7 +39,7 @@ def test_the_map_of_kept_tokens_is_the_share_of_each_stretch_that_is_held(name, 
 def test_heads_are_named_where_they_hold_different_numbers_of_tokens():
     with compress(small_model(), make("AdaKV", 0.25)) as session:
         session.prefill(torch.randint(0, 128, (1, 120), generator=torch.Generator().manual_seed(1)))
-        assert "kept_per_head" in kept(session.cache)
+        assert "kept_per_head" in retention_map(session.cache)
 
 
 def test_pads_of_a_shorter_row_are_no_part_of_its_map():
@@ -48,17 +48,17 @@ def test_pads_of_a_shorter_row_are_no_part_of_its_map():
     mask[1, :20] = 0
     with compress(small_model(), make("SnapKV", 0.25)) as session:
         session.prefill(ids, attention_mask=mask)
-        padded = kept(session.cache, row=1)
+        padded = retention_map(session.cache, row=1)
     with compress(small_model(), make("SnapKV", 0.25)) as session:
         session.prefill(ids[1:, 20:])
-        assert padded == kept(session.cache)
+        assert padded == retention_map(session.cache)
 
 
 def test_nothing_is_said_where_nothing_was_evicted_or_not_asked_for():
     ids = torch.randint(0, 128, (1, 30), generator=torch.Generator().manual_seed(3))
     with compress(small_model(), make("SnapKV", 1.0)) as session:
         session.prefill(ids)
-        assert kept(session.cache) == {}
+        assert retention_map(session.cache) == {}
     with compress(small_model(), make("SnapKV", 0.3)) as session:
         session.prefill(ids)
         assert "kept_map" not in session.report() and "kept_map" in session.report(kept_map=True)

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, as_published, feed, grows, live_storages, make, storage_bytes, tensors_of
+from helpers import (
+    CODED,
+    EVICTING,
+    REPRESENTATIVE,
+    as_published,
+    every_method,
+    feed,
+    grid,
+    grows,
+    live_storages,
+    make,
+    storage_bytes,
+    tensors_of,
+)
 from small_models import left_padded, random_ids, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,8 +50,10 @@ def held_bytes(cache):
     return storage_bytes([t for layer in cache.layers for t in tensors_of(layer)])
 
 
-@pytest.mark.parametrize("budget", [0.05, 0.25, 0.5])
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    grid(EVICTING, [0.05, 0.25, 0.5], short=lambda name, budget: budget == 0.25 or name in REPRESENTATIVE),
+)
 def test_bytes_after_eviction_follow_the_budget(name, budget):
     """Valid bytes are budget × full within 2%, allocated at most 1.25 × valid plus one block, and really that.
 
@@ -50,7 +65,7 @@ def test_bytes_after_eviction_follow_the_budget(name, budget):
         session.prefill(random_ids(1, length))
         sizes = session.cache.nbytes()
         held, block = held_bytes(session.cache), block_bytes(session.cache)
-        queries = [layer.state[name] for layer in session.cache.full_layers for name in layer.state if "quer" in name]
+        queries = [tensor for layer in session.cache.full_layers if layer.queries for tensor in layer.queries.tensors]
         held -= storage_bytes(queries)
         assert sizes["scores"] >= storage_bytes(queries)
         report = session.report()["kv"]
@@ -66,7 +81,7 @@ def test_bytes_after_eviction_follow_the_budget(name, budget):
     assert report["storage"] == "real"
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_bytes_of_a_padded_batch_count_real_tokens(name):
     """`full` and `valid` count real tokens only; pads weigh nothing in either."""
     model = wide()
@@ -92,7 +107,7 @@ def test_the_full_cache_weighs_what_a_dynamic_cache_weighs():
         assert sizes["full"] > full_bytes(model, LENGTH)
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_the_old_storage_is_freed(name):
     """After a prompt at budget 0.25 no tensor of the un-evicted size is alive anywhere in the process.
 
@@ -124,7 +139,7 @@ def test_a_kept_slice_is_a_copy(which):
             kept[:, 0, :80] = kept[:, 1, :20] = True
         before = cache.keys_values(0)[0][kept]
         for layer in cache.layers:
-            layer.keep(kept)
+            layer.retain(kept)
         positions, keys = cache.positions(0), cache.keys_values(0)[0]
         assert torch.equal(keys[positions >= 0], before)
         assert (positions >= 0).sum() == 100
@@ -198,7 +213,9 @@ def test_observation_needs_memory_linear_in_the_length(name):
     assert largest[1] <= 2.3 * largest[0]
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize(
+    "name", every_method(sorted(METHODS), short=(*REPRESENTATIVE, *CODED, "Quest", "DuoAttention"))
+)
 def test_forks_count_their_own_bytes(name):
     """A fork reports the same bytes as its original and shares no storage with it."""
     model = small_model()

@@ -64,7 +64,7 @@ def test_soft_capping_is_large_enough_to_matter():
 def test_attention_sinks_are_large_enough_to_matter():
     """GPT-OSS with its sinks switched off gives other logits."""
     ids = random_ids(1, 24)
-    model = small_model("gpt_oss")
+    model = small_model("gpt_oss", fresh=True)
     with_sinks = stock_logits(model, ids)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -76,7 +76,7 @@ def test_the_error_of_a_rank_is_the_whitened_singular_values_it_discards(group):
 
 def test_whitened_beats_the_projection_s_own_singular_vectors_on_held_out_text():
     """At equal rank, on tokens that nothing was measured on, in every layer."""
-    model, ids, held_out = small_model("llama"), random_ids(16, 40), random_ids(4, 40, seed=9)
+    model, ids, held_out = small_model("llama", fresh=True), random_ids(16, 40), random_ids(4, 40, seed=9)
     # a model's hidden states lie along few directions: give those of this one a few, too
     with torch.no_grad():
         for decoder in model.model.layers:
@@ -107,7 +107,7 @@ def test_ranks_use_up_what_there_is_and_are_at_least_one():
 
 def test_ranks_by_energy_discard_less_of_it_than_equal_ones():
     """Summed over layers and sides, each scaled to 1, which is what they go by."""
-    model = small_model("llama")
+    model = small_model("llama", fresh=True)
     with torch.no_grad():  # one layer's hidden states lie along few directions
         model.model.layers[1].input_layernorm.weight.mul_(torch.logspace(0, -1.5, 64))
     sides = factorise(model, random_ids(8, 40)).sides

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcompress.data.grading import as_number, equal, final_answer, judge, last_box
+from kvcompress.data.grading import as_number, equal, final_answer, grade, last_box
 
 GOLDS = [
     r"\left( 3, \frac{\pi}{2} \right)",
@@ -46,20 +46,19 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gold", GOLDS)
-def test_the_expected_answer_is_right_however_it_is_given(gold, form):
-    assert judge(gold, form % gold).right
+def test_the_expected_answer_is_right_however_it_is_given(gold):
+    assert [form for form in FORMS if not grade(gold, form % gold).right] == []
 
 
 @pytest.mark.parametrize("gold", GOLDS)
 def test_another_answer_is_wrong(gold):
     for other in GOLDS:
-        assert other == gold or not judge(gold, f"\\boxed{{{other}}}").right
+        assert other == gold or not grade(gold, f"\\boxed{{{other}}}").right
     number = re.search(r"\d+(?=\D*$)", gold)
     if number is not None and "5.4" not in gold:
         changed = gold[: number.start()] + str(int(number.group()) + 1) + gold[number.end() :]
-        assert not judge(gold, f"\\boxed{{{changed}}}").right
+        assert not grade(gold, f"\\boxed{{{changed}}}").right
 
 
 @pytest.mark.parametrize(
@@ -90,9 +89,9 @@ def test_equal_is_not_the_same_text(gold, answer):
 def test_numbers_are_equal_with_commas_signs_decimals_and_units(answer):
     """In the forms that grade-school answers take, behind `####`, in a box, and after "the answer is"."""
     for form in ("So.\n#### %s", "\\boxed{%s}", "So the answer is %s", "It adds up.\n%s"):
-        assert judge("1200", form % answer).right
-        assert not judge("1201", form % answer).right
-        assert not judge("-1200", form % answer).right
+        assert grade("1200", form % answer).right
+        assert not grade("1201", form % answer).right
+        assert not grade("-1200", form % answer).right
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_numbers_are_equal_with_commas_signs_decimals_and_units(answer):
 )
 def test_a_number_that_is_part_of_something_else_is_not_the_answer(gold, answer):
     for form in ("#### %s", "\\boxed{%s}", "The answer is %s."):
-        assert not judge(gold, form % answer).right
+        assert not grade(gold, form % answer).right
 
 
 def test_negative_and_decimal_numbers_are_read():
@@ -129,14 +128,14 @@ def test_negative_and_decimal_numbers_are_read():
     ],
 )
 def test_what_is_unfinished_or_empty_has_no_answer(text, options):
-    verdict = judge("18", text, **options)
+    verdict = grade("18", text, **options)
     assert not verdict.right and verdict.answer is None
 
 
 def test_an_answer_that_was_given_before_the_limit_counts():
-    assert judge("18", "Final answer: \\boxed{18}\nLet me check that: 3 times", finished=False).right
-    assert judge("18", "#### 18\nLet me", finished=False).right
-    assert judge("18", "hm </think> \\boxed{18}", finished=False, thinking=True).right
+    assert grade("18", "Final answer: \\boxed{18}\nLet me check that: 3 times", finished=False).right
+    assert grade("18", "#### 18\nLet me", finished=False).right
+    assert grade("18", "hm </think> \\boxed{18}", finished=False, thinking=True).right
 
 
 def test_the_last_box_with_its_braces_matched():
@@ -151,9 +150,9 @@ def test_the_last_box_with_its_braces_matched():
     "reason", [", since 2 + 2 = 4", " because 2 + 2 = 4", ", so she has 1 left.", ", which is odd"]
 )
 def test_what_follows_an_answer_as_its_reason_is_no_part_of_it(reason):
-    assert judge("3", "The answer is 3" + reason).right
-    assert not judge("4", "The answer is 3" + reason).right
-    assert not judge("1", "Final answer: $3$" + reason).right
+    assert grade("3", "The answer is 3" + reason).right
+    assert not grade("4", "The answer is 3" + reason).right
+    assert not grade("1", "Final answer: $3$" + reason).right
 
 
 @pytest.mark.parametrize("form", ["%s", "\\boxed{%s}", "#### %s", "The answer is %s", "x = %s"])
@@ -162,7 +161,7 @@ def test_what_follows_an_answer_as_its_reason_is_no_part_of_it(reason):
 )
 def test_an_output_that_repeats_itself_without_end_is_wrong_and_no_fault(form, text):
     """Python converts 4,300 digits at most, and a parser takes its whole time limit over deep nesting."""
-    assert not judge("18", form % text).right and not judge("\\frac{1}{3}", form % text).right
+    assert not grade("18", form % text).right and not grade("\\frac{1}{3}", form % text).right
 
 
 def test_comparisons_work_outside_the_main_thread():
@@ -191,11 +190,11 @@ def test_all_expected_answers_of_math500_are_right_and_their_neighbours_wrong():
     golds = _data("math500.jsonl")
     assert len(golds) == 500
     for form in FORMS:
-        assert [gold for gold in golds if not judge(gold, form % gold).right] == []
+        assert [gold for gold in golds if not grade(gold, form % gold).right] == []
     others = [(gold, golds[(i + 7) % 500]) for i, gold in enumerate(golds) if gold != golds[(i + 7) % 500]]
     assert len(others) > 480
-    assert [pair for pair in others if judge(pair[0], f"\\boxed{{{pair[1]}}}").right] == []
-    assert not any(judge(gold, FORMS[1] % gold, finished=False).right for gold in golds)
+    assert [pair for pair in others if grade(pair[0], f"\\boxed{{{pair[1]}}}").right] == []
+    assert not any(grade(gold, FORMS[1] % gold, finished=False).right for gold in golds)
 
 
 @pytest.mark.data
@@ -203,7 +202,7 @@ def test_all_expected_answers_of_gsm8k_are_right():
     golds = [answer.rpartition("####")[2].strip() for answer in _data("gsm8k_test.jsonl")]
     assert len(golds) == 1319
     for form in ("#### %s", "The answer is $%s.", "\\boxed{%s \\text{ miles}}", "She pays %s dollars.", "= %s.0"):
-        assert [gold for gold in golds if not judge(gold.replace(",", ""), "Well.\n" + form % gold).right] == []
+        assert [gold for gold in golds if not grade(gold.replace(",", ""), "Well.\n" + form % gold).right] == []
 
 
 @pytest.mark.data
@@ -217,4 +216,4 @@ def test_published_solutions_of_models_are_judged_as_their_publishers_judged_the
         if isinstance(solution, dict)
     ]
     assert len(judged) == 240 and sum(solution["is_correct"] for _, solution in judged) == 84
-    assert [s for gold, s in judged if judge(gold, s["solution"]).right != s["is_correct"]] == []
+    assert [s for gold, s in judged if grade(gold, s["solution"]).right != s["is_correct"]] == []

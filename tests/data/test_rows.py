@@ -217,20 +217,20 @@ def test_published_files_are_read_and_their_targets_are_in_the_prompts(data_fold
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("babilong", {"target": ["office"]}, "row 1: target must be text or a number, found list"),
-        ("babilong", {"question": None}, "row 1: question must be text, found NoneType"),
-        ("babilong", {"input": 7}, "row 1: input must be text, found int 7"),
+        ("babilong", {"target": ["office"]}, "line 1: target must be text or a number, found list"),
+        ("babilong", {"question": None}, "line 1: question must be text, found NoneType"),
+        ("babilong", {"input": 7}, "line 1: input must be text, found int 7"),
         (
             "kv_retrieval",
             {"value": True, "ordered_kv_records": [["k2", True]]},
-            "row 1: value must be text or a number",
+            "line 1: value must be text or a number",
         ),
-        ("kv_retrieval", {"ordered_kv_records": [["k2", "v2"], ["k3"]]}, "row 1: .* must be a list of pairs"),
+        ("kv_retrieval", {"ordered_kv_records": [["k2", "v2"], ["k3"]]}, "line 1: .* must be a list of pairs"),
         ("kv_retrieval", {"ordered_kv_records": {"k2": "v2"}}, "does not hold its key and value"),
-        ("passkey", {"target": {"number": 1}}, "row 1: target must be text or a number, found dict"),
-        ("passkey", {"input": ["The pass key is 12345."]}, "row 1: input must be text, found list"),
-        ("longeval_lines", {"expected_number": "seven"}, "row 1: expected_number must be a number, found 'seven'"),
-        ("longeval_lines", {"prompt": 3}, "row 1: prompt must be text, found int 3"),
+        ("passkey", {"target": {"number": 1}}, "line 1: target must be text or a number, found dict"),
+        ("passkey", {"input": ["The pass key is 12345."]}, "line 1: input must be text, found list"),
+        ("longeval_lines", {"expected_number": "seven"}, "line 1: expected_number must be a number, found 'seven'"),
+        ("longeval_lines", {"prompt": 3}, "line 1: prompt must be text, found int 3"),
         ("longbench_v2", {"answer": ["B"]}, r"answer=\['B'\]; valid: A, B, C, D"),
     ],
 )
@@ -242,12 +242,12 @@ def test_answers_and_texts_of_another_type_are_refused_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"answers": "Ann"}, "row 1: answers must be a list of at least one answer, found str 'Ann'"),
-        ({"answers": []}, "row 1: answers must be a list of at least one answer"),
-        ({"answers": ["Ann", None]}, "row 1: answers must be text or a number, found NoneType"),
-        ({"context": None}, "row 1: context must be text"),
-        ({"input": 3}, "row 1: input must be text"),
-        ({"all_classes": None}, "row 1: all_classes must be a list"),
+        ({"answers": "Ann"}, "line 1: answers must be a list of at least one answer, found str 'Ann'"),
+        ({"answers": []}, "line 1: answers must be a list of at least one answer"),
+        ({"answers": ["Ann", None]}, "line 1: answers must be text or a number, found NoneType"),
+        ({"context": None}, "line 1: context must be text"),
+        ({"input": 3}, "line 1: input must be text"),
+        ({"all_classes": None}, "line 1: all_classes must be a list"),
     ],
 )
 def test_rows_of_longbench_of_another_type_are_refused_before_a_model_is_loaded(tmp_path, changes, said):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import EVICTING, all_held, feed, grows, keep_positions, make
+from helpers import EVICTING, REPRESENTATIVE, all_held, every_method, feed, grid, grows, keep_positions, make
 from reference import MaskedReference
 from small_models import left_padded, random_ids, small_model
 
@@ -38,7 +38,7 @@ def test_a_left_padded_row_keeps_no_pad(name):
             assert all(0 <= p < 64 for kept in heads[1] for p in kept)
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("name", every_method(DETERMINISTIC))
 def test_a_left_padded_row_gives_what_it_gives_alone(name):
     """The padded row keeps the same tokens, generates the same tokens and the same logits as on its own."""
     ids, mask = left_padded([128, 64])
@@ -67,8 +67,14 @@ def test_a_second_turn_is_compressed_too(name):
         assert means(name, session.cache) == [125]
 
 
-@pytest.mark.parametrize("name", EVICTING)
-@pytest.mark.parametrize("chunk", [7, 25, 100, 1000])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    grid(
+        EVICTING,
+        [7, 25, 100, 1000],
+        short=lambda name, chunk: chunk == 7 or (name in REPRESENTATIVE and chunk != 25),
+    ),
+)
 def test_every_chunk_is_compressed(name, chunk):
     """A prompt in chunks ends at the cap of the whole, and never holds more than the cap plus one chunk.
 
@@ -94,8 +100,7 @@ def test_prefill_takes_segments():
 
 def test_layers_of_different_lengths_take_a_multi_token_question():
     """5, 10 and 15 tokens in layers 0 to 2, two left-padded rows, a question of 6 tokens on sdpa: as under the mask."""
-    model, twin = small_model(), small_model()
-    model.set_attn_implementation("sdpa")
+    model, twin = small_model(attn="sdpa"), small_model()
     lengths, kept = [24, 18], {0: 5, 1: 10, 2: 15}
     ids, mask = left_padded(lengths)
     question = random_ids(2, 6, 9)
@@ -172,7 +177,7 @@ def test_two_models_do_not_disturb_each_other():
     assert torch.equal(torch.stack(got_a), first) and torch.equal(torch.stack(got_b), second)
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("name", every_method(DETERMINISTIC))
 def test_two_caches_of_one_session_do_not_disturb_each_other(name):
     """Two sequences decoded in turns give what each gives alone."""
     prompts, tokens = [random_ids(1, 20), random_ids(1, 13, 1)], random_ids(1, 5, 3)
@@ -199,7 +204,7 @@ def test_two_caches_of_one_session_do_not_disturb_each_other(name):
             assert all_held(session, caches[i]) == alone[i][5]
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_a_hidden_question_does_not_change_what_was_kept(name):
     """append() adds the question's tokens to what was kept of the context and takes nothing away."""
     context = random_ids(1, 40)
@@ -216,7 +221,7 @@ def test_a_hidden_question_does_not_change_what_was_kept(name):
             }
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_kept_tokens_stay_in_positional_order(name):
     """Slots lie in the order of their positions after a prompt, a second turn and decoding."""
     ids, mask = left_padded([30, 12])
@@ -231,7 +236,7 @@ def test_kept_tokens_stay_in_positional_order(name):
 
 def test_a_compressed_cache_keeps_the_true_positions_through_every_entry():
     """40 tokens, 12 kept, 6 more through forward without and with position ids, and through generate(all ids)."""
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     ids, more = random_ids(1, 40), random_ids(1, 6, 2)
     wanted = torch.zeros(1, 2, 40, dtype=torch.bool)
     wanted[:, :, torch.randperm(40, generator=torch.Generator().manual_seed(1))[:12]] = True
@@ -263,7 +268,7 @@ def test_a_compressed_cache_keeps_the_true_positions_through_every_entry():
             assert used.get_seq_length() == 46
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_a_chat_through_generate_is_compressed_every_turn(name):
     """generate(all ids so far, cache=the last cache) equals the same turns through the session."""
     model = MODEL
@@ -294,7 +299,7 @@ def test_embeddings_may_be_given_instead_of_ids():
     assert (got - expected).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_every_sample_is_compressed_not_only_the_first(name):
     """Three samples in a row each end at their own cap."""
     with compress(MODEL, make(name, 0.5)) as session:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from small_models import random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.method import Method, Scorer
-from kvcompress.sweep.config import schema
+from kvcompress.sweep.components import METHOD_ELSEWHERE
+from kvcompress.sweep.schemas import derive
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,8 @@ def test_a_cache_made_by_a_method_goes_on_in_another_session_of_it():
 def test_bound_data_is_neither_in_the_record_nor_on_the_command_line():
     bound = LikesSome(budget=3).bind(MODEL)
     assert "liked" not in bound.describe() and bound.describe()["strength"] == 1.0
-    assert [item.name for item in fields(schema(LikesSome, "likessome"))] == [
-        "name",
-        *(item.name for item in fields(LikesSome) if item.name != "liked"),
-    ]
+    settings = derive(LikesSome, "likessome", METHOD_ELSEWHERE).settings
+    assert [name for name, *_ in settings] == ["name", "preset", "strength"]
     assert bound == LikesSome(budget=3)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EVICTING, all_held, make
+from helpers import EVICTING, all_held, every_method, make
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
@@ -21,7 +21,7 @@ from kvcompress.method import Chunked, OneShot
 BUDGET, CHUNK = 24, 16
 
 
-def most_held(name, architecture="llama", length=200, **options):
+def most_held(name, architecture="llama", length=100, **options):
     """The most keys and values held at any layer call, in tokens of all full-attention layers, and how often looked."""
     model = small_model(architecture, **options)
     with compress(model, make(name, BUDGET, prefill=Chunked(CHUNK))) as session:
@@ -34,7 +34,6 @@ def most_held(name, architecture="llama", length=200, **options):
     return held.valid / token, held.allocated / token, held.samples
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EVICTING)
 def test_no_more_than_budget_and_chunk_is_ever_held(name):
     """Looked at inside every layer, before it evicts. Storage too, but for what uneven heads waste: a tenth, or a lane."""
@@ -42,11 +41,10 @@ def test_no_more_than_budget_and_chunk_is_ever_held(name):
     uniform = make(name, BUDGET).parts().allocator.uniform
     waste = 0 if uniform else max(LANE, (BUDGET + CHUNK) * (DENSE_WASTE - 1))
     assert valid <= BUDGET + CHUNK and allocated <= BUDGET + CHUNK + waste
-    assert valid > BUDGET and samples >= 2 * 5 * (200 // CHUNK)
+    assert valid > BUDGET and samples >= 2 * 5 * (100 // CHUNK)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_without_a_limit_chunks_change_nothing(name):
     """Logits and kept tokens of a padded batch at budget 1.0, in chunks and at once."""
     ids, mask = left_padded([90, 41])
@@ -59,8 +57,7 @@ def test_without_a_limit_chunks_change_nothing(name):
     assert found[0][1:] == found[1][1:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SnapKV", "H2O"])
+@pytest.mark.parametrize("name", every_method(["SnapKV", "H2O"], short=["SnapKV"]))
 def test_a_prompt_four_times_as_long_fits_where_one_at_once_does(name):
     """Peak memory of 8,192 tokens in chunks stays below that of 2,048 at once, with the same budget."""
     model = small_model(hidden_size=512, head_dim=64, intermediate_size=1024, groups=1, max_position_embeddings=8192)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import EVICTING, as_published, make
+from helpers import EVICTING, REPRESENTATIVE, as_published, grid, make
 from small_models import random_ids, small_model
 from transformers import DynamicCache
 
@@ -131,7 +131,7 @@ def test_the_window_of_a_decode_schedule_holds_appended_queries():
         session.prefill(random_ids(1, 24))
         session.append(random_ids(1, 10, 1))
         session.step(random_ids(1, 1, 2))
-        assert session.cache.layers[1].state["query_positions"].tolist() == [[31, 32, 33, 34]]
+        assert session.cache.layers[1].queries.positions.tolist() == [[31, 32, 33, 34]]
 
 
 @torch.no_grad()
@@ -171,7 +171,7 @@ def test_a_model_that_slides_in_every_layer_runs_and_reports():
 @torch.no_grad()
 def test_large_logits_do_not_leave_float16(name):
     """Queries and keys whose product overflows float16 before scaling are scored as finite as SDPA handles them."""
-    model = small_model(head_dim=64).to(torch.float16)
+    model = small_model(head_dim=64, dtype=torch.float16, fresh=True)
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight *= 8
         layer.self_attn.k_proj.weight *= 8
@@ -233,7 +233,7 @@ def test_segments_and_a_mask_may_follow_a_generation():
 
 def test_a_models_own_generate_comes_back():
     """An instance attribute the user set is there again afterwards."""
-    model = small_model()
+    model = small_model(fresh=True)
     model.generate = own = lambda *_, **__: "mine"
     with compress(model, Full()):
         pass
@@ -275,8 +275,9 @@ def test_generate_in_chunks_takes_left_padded_rows():
             model.generate(ids, attention_mask=torch.zeros_like(ids), **options)
 
 
-@pytest.mark.parametrize("name", EVICTING)
-@pytest.mark.parametrize("chunk", [3, 16])
+@pytest.mark.parametrize(
+    ("name", "chunk"), grid(EVICTING, [3, 16], short=lambda name, chunk: chunk == 16 or name in REPRESENTATIVE)
+)
 def test_queries_that_lost_all_they_saw_say_nothing(name, chunk):
     """Chunks shorter than the window, at a small share: scores stay numbers when a query's every key is gone."""
     method = as_published(name, 0.1).replace(prefill=Chunked(chunk), schedule=Schedule(every=5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, EXACT, feed, make
+from helpers import EVICTING, EXACT, REPRESENTATIVE, every_method, feed, grid, make
 from reference import stock_logits
 from small_models import ARCHITECTURES, LATENT, left_padded, random_ids, small_model
 
@@ -18,9 +18,7 @@ BATCHES = {"one": [PROMPT], "padded": [PROMPT, 4, 7]}
 def stock(architecture="llama"):
     """The model under the kernel a user would run: sdpa where the model has it, else eager."""
     model = small_model(architecture)
-    if getattr(model, "_supports_sdpa", False):
-        model.set_attn_implementation("sdpa")
-    return model
+    return small_model(architecture, attn="sdpa") if getattr(model, "_supports_sdpa", False) else model
 
 
 def stock_greedy(model, ids, mask, steps):
@@ -37,8 +35,9 @@ def stock_greedy(model, ids, mask, steps):
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "batch"), grid(EXACT, BATCHES, short=lambda name, batch: batch == "padded" or name in REPRESENTATIVE)
+)
 def test_session_prefill_and_generate_equal_the_stock_model(name, batch):
     """Prompt logits and three times the prompt of greedy tokens are the stock model's."""
     model = stock()
@@ -55,7 +54,7 @@ def test_session_prefill_and_generate_equal_the_stock_model(name, batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", every_method(EXACT))
 def test_forward_step_by_step_equals_the_stock_model(name, batch):
     """Logits of every decode step through `model(...)` are the stock model's."""
     model = stock()
@@ -70,7 +69,7 @@ def test_forward_step_by_step_equals_the_stock_model(name, batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", every_method(EXACT))
 def test_model_generate_greedy_equals_the_stock_model(name, batch):
     """Tokens and logits of `model.generate` inside the block are those outside it."""
     model = stock()
@@ -111,7 +110,7 @@ def test_compact_positions_that_drop_nothing_are_the_stock_model(architecture):
     assert (torch.cat([chunk, *steps], 1) - expected[:, 12:]).abs().max() <= 2e-5
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_sampling_with_a_seed_equals_the_stock_model(name):
     """The same seed draws the same tokens."""
     model = stock()
@@ -178,7 +177,7 @@ def test_a_stop_token_ends_its_row_and_only_its_row():
         assert session.cache.kept_tokens()[:, 1].unique().tolist() == [6 + 19]
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTING if name != "Random"])
+@pytest.mark.parametrize("name", every_method(name for name in EVICTING if name != "Random"))
 def test_a_finished_row_does_not_disturb_the_others(name):
     """Rows that stop at different steps generate what they generate alone, evictions in decode included."""
     model = stock()
@@ -305,7 +304,7 @@ def test_prefill_in_chunks_by_generate_equals_the_stock_model(name):
     assert torch.equal(got[:, PROMPT:], tokens)
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTING if name != "Random"])
+@pytest.mark.parametrize("name", every_method(name for name in EVICTING if name != "Random"))
 def test_beams_over_an_evicted_cache_are_independent_per_prompt(name):
     """Beam search with eviction gives each prompt of a batch what it gives it alone, or is refused clearly."""
     model = stock()
@@ -327,7 +326,7 @@ def test_beams_over_an_evicted_cache_are_independent_per_prompt(name):
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_bfloat16_works(name):
     """Half-precision models compress, decode and stay finite, with the same counts."""
-    model = small_model(num_hidden_layers=2).to(torch.bfloat16)
+    model = small_model(num_hidden_layers=2, dtype=torch.bfloat16)
     ids, mask = left_padded([16, 9])
     with compress(model, make(name, 0.5)) as session:
         assert session.prefill(ids, attention_mask=mask).logits.isfinite().all()
@@ -353,7 +352,7 @@ def test_generation_ends_when_every_row_has_stopped():
         assert session.cache.get_seq_length() <= PROMPT + at + 1
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", every_method(METHODS))
 @torch.no_grad()
 def test_every_method_can_run_on_the_kernel_that_mass_needs(name):
     """kernel="blockwise" is used throughout, and changes logits by rounding alone."""

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import EVICTING, THROUGH_MODEL, all_held, feed, fingerprint, make
+from helpers import CODED, REPRESENTATIVE, THROUGH_MODEL, all_held, every_method, feed, fingerprint, grid, make
 from reference import stock_logits
-from small_models import left_padded, random_ids, small_model
+from small_models import altered, left_padded, random_ids, small_model
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvcompress import compress
 from kvcompress.method import Method, Scorer
 from kvcompress.methods import METHODS, Full
+
+OTHERWISE_HELD = (*REPRESENTATIVE, *CODED, "Quest", "DuoAttention")  # every layout, codec and reader
 
 
 def anatomy(model):
@@ -55,12 +57,17 @@ class _Exploding(Scorer):
         return view.positions.expand(*view.keys.shape[:3]).float()
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    grid(
+        sorted(METHODS),
+        ["eager", "sdpa"],
+        short=lambda name, implementation: implementation == "sdpa" or name in ("Full", "H2O", "SnapKV", "CacheBlend"),
+    ),
+)
 def test_after_the_block_the_model_is_the_stock_model(name, implementation):
     """Implementation, functions, hooks, attributes, configuration and logits are exactly those before."""
-    model = small_model()
-    model.set_attn_implementation(implementation)
+    model = small_model(attn=implementation)
     ids, mask = left_padded([12, 5])
     before, logits = anatomy(model), stock_logits(model, ids, mask)
     with compress(model, make(name, 0.5)) as session:
@@ -71,6 +78,30 @@ def test_after_the_block_the_model_is_the_stock_model(name, implementation):
     assert anatomy(model) == before
     assert torch.equal(stock_logits(model, ids, mask), logits)
     assert "generate" not in vars(model) and "forward" not in vars(model)
+
+
+def weight_without_a_version(model):
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        weight_without_a_version,
+        lambda model: model.set_attn_implementation("sdpa"),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.train(),
+        lambda model: setattr(model, "generate", None),
+        lambda model: setattr(model.generation_config, "eos_token_id", 3),
+        lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None),
+    ],
+)
+def test_a_test_that_alters_a_shared_model_is_noticed_and_the_next_gets_a_new_one(change):
+    model = small_model(seed=77, num_hidden_layers=2)
+    assert altered() == [] and small_model(seed=77, num_hidden_layers=2) is model
+    change(model)
+    (found,) = altered()
+    assert "('seed', 77)" in found and small_model(seed=77, num_hidden_layers=2) is not model
 
 
 def test_an_exception_in_a_scorer_leaves_the_stock_model():
@@ -88,7 +119,7 @@ def test_an_exception_in_a_scorer_leaves_the_stock_model():
 
 def test_an_exception_in_the_model_leaves_the_stock_model():
     """The same when the model itself fails between two layers."""
-    model = small_model()
+    model = small_model(fresh=True)
     ids = random_ids(1, 12)
 
     def fail(*_):
@@ -120,7 +151,7 @@ def test_a_session_goes_on_after_a_failed_sample():
         assert all_held(session) == kept
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_a_sample_gives_the_same_logits_first_or_third(name):
     """Order of samples within a session, and a fresh session, change nothing."""
     model = small_model()
@@ -146,7 +177,7 @@ def test_a_sample_gives_the_same_logits_first_or_third(name):
     assert torch.equal(first, third)
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize("name", every_method(sorted(METHODS), short=OTHERWISE_HELD))
 def test_fork_leaves_the_original_unchanged(name):
     """Decoding and evicting in a fork changes no byte of the original, and both go on alike."""
     model = small_model()

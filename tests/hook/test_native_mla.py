@@ -24,7 +24,7 @@ from kvcompress.methods import (
     SnapKV,
     StreamingLLM,
 )
-from kvcompress.models import compat
+from kvcompress.models import projections
 
 HEADS, LATENT_DIM, ROPE = 4, 24, 8
 
@@ -56,12 +56,12 @@ def test_a_token_holds_its_latent_and_one_rotated_key(architecture):
 @pytest.mark.parametrize("architecture", LATENT)
 def test_absorbed_equals_expanded(architecture):
     """In float64 queries times latents are queries times the heads' own keys, and so are the values."""
-    model = small_model(architecture).double()
+    model = small_model(architecture, dtype=torch.float64)
     module = model.model.layers[1].self_attn
     latent, turned = (torch.randn(2, 1, 9, n, dtype=torch.float64) for n in (LATENT_DIM, ROPE))
     q = torch.randn(2, HEADS, 5, 16 + ROPE, dtype=torch.float64)
     keys, values = module.expand_kv(latent, turned)
-    found = compat.latent_attention(module)
+    found = projections.latent_attention(module, q)
     held = torch.cat([latent, turned], dim=-1)
     assert ((found.absorb(q) @ held.mT) - q @ keys.mT).abs().max() <= 1e-12
     weights = torch.softmax(q @ keys.mT, -1)
@@ -177,8 +177,8 @@ def test_what_does_not_go_with_latents_is_refused_by_name(method, words):
 
 
 def test_a_quantised_up_projection_is_refused():
-    model = small_model("deepseek_v3")
+    model = small_model("deepseek_v3", fresh=True)
     module = model.model.layers[0].self_attn
     module.kv_b_proj.weight = torch.nn.Parameter(module.kv_b_proj.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="plain weight.*unquantised"):
-        compat.latent_attention(module)
+        compress(model, Full())

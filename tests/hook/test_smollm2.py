@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EXACT
+from helpers import EXACT, LONG, thinned
 from transformers import DynamicCache
 
 from kvcompress import compress
@@ -25,24 +25,25 @@ def batch(rows: int):
     return ids, mask
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.long), ROWS])
 @torch.no_grad()
 def test_no_method_changes_a_logit_at_budget_1(smollm2, rows):
-    """Prompt and 3 times its length of decoding: within 1e-4 of plain transformers, and the same tokens.
+    """Prompt and decoding: within 1e-4 of plain transformers, and the same tokens.
 
-    Without a limit all methods go one way; some go it to the end and with padding, the others for eight tokens.
+    Without a limit all methods go one way: four go it with padding, in decode for the prompt's length. With `--long` those
+    go it for three times that, and the others alone and for eight tokens.
     """
     model, _ = smollm2
     ids, mask = batch(rows)
-    options = {"max_new_tokens": 3 * PROMPT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    most = (3 if LONG else 1) * PROMPT
+    options = {"max_new_tokens": most, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     expected = model.generate(ids, attention_mask=mask, **options)
     whole = ("Full", "H2O", "SnapKV", "StreamingLLM")
     for name in EXACT if rows == 1 else whole:
         method = METHODS[name]
         with compress(model, method(budget=1.0)) as session:
-            steps = 3 * PROMPT if name in whole else 8
+            steps = most if name in whole else 8
             found = model.generate(ids, attention_mask=mask, **{**options, "max_new_tokens": steps})
             assert session.report()["evicted"] == 0
         assert torch.equal(found.sequences, expected.sequences[:, : ids.shape[1] + steps]), name
@@ -50,8 +51,7 @@ def test_no_method_changes_a_logit_at_budget_1(smollm2, rows):
             assert (a - b).abs().max() <= 1e-4, name
 
 
-@pytest.mark.parametrize("method", [SnapKV, H2O])
-@pytest.mark.parametrize("budget", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize(("method", "budget"), thinned([SnapKV, H2O], [0.1, 0.25, 0.5], every=3))
 @torch.no_grad()
 def test_bytes_held_are_the_budgets_share_of_the_full_cache(smollm2, method, budget):
     """Keys, values and positions within 2% of budget x full; allocated at most 1.25 times that and one block."""
@@ -68,7 +68,7 @@ def test_bytes_held_are_the_budgets_share_of_the_full_cache(smollm2, method, bud
     assert held["allocated"] <= 1.25 * held["valid"] + block
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @torch.no_grad()
 def test_quantised_caches_hold_what_they_claim_at_2000_tokens(smollm2):
     """Codes, scales, exact tokens and positions within 3% of the formula; float32 elsewhere."""

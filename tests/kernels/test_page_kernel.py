@@ -7,22 +7,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import small_model
 
 from kvcompress import compress
-from kvcompress.cache import pages
+from kvcompress.cache import page_reading
 from kvcompress.cache.layouts import PagedStore
 from kvcompress.kernels import triton_pages
-from kvcompress.kernels.blockwise import Features
+from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.methods import Quest
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"),
 ]
-LAYER = SimpleNamespace(blocks=None, sealed=False, attended=lambda k, v: (k, v), expand=lambda x: x)
+ENCODING = SimpleNamespace(
+    groups=None,
+    is_encoded=False,
+    attention_kv=lambda k, v: (k, v),
+    decode_output=lambda output, forward, heads: output,
+)
+LAYER = SimpleNamespace(encoding=ENCODING)
 
 
 def stored(counts, size, shared, draw, dim=16):
@@ -40,7 +47,7 @@ def stored(counts, size, shared, draw, dim=16):
     return store
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 @given(
     counts=st.lists(st.integers(1, 150), min_size=1, max_size=2),
     ragged=st.booleans(),
@@ -67,9 +74,9 @@ def test_pages_read_in_place_give_what_gathered_ones_give(counts, ragged, group,
     q = torch.randn(batch, kv * group, 1, 16, generator=draw)
     asked = torch.full((batch, 1), 503, dtype=torch.int32)
     forward = SimpleNamespace(on=lambda name, device: asked)
-    features = Features(0.25, window=window)
-    expected = pages._attend(LAYER, store, chosen, q, forward, features, True)
-    found = triton_pages.decode(q, store, chosen, asked, features)
+    features = AttentionParams(0.25, window=window)
+    expected = page_reading.attend_gathered(LAYER, store, chosen, q, forward, features, True)
+    found = triton_pages.decode(q, *store.block_table(), chosen, asked, features)
     assert found.shape == expected.shape and (found - expected).abs().max() <= 1e-5
 
 

@@ -18,8 +18,8 @@ from kvcompress.measure import capacity_points, latency
 from kvcompress.measure.capacity_points import Points, agreement, points
 from kvcompress.measure.serving_simulation import Costs, highest_rate, poisson, saturated, serve, simulate
 from kvcompress.methods import Full, SnapKV
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.record import read_rows
-from kvcompress.sweep.run import Runner
 from kvcompress.tasks import Capacity
 
 UNIT = Costs(prefill_s=2.0, step_s=((1, 1.0), (2, 1.5)), held=10, prefill=30, weights=100)
@@ -197,7 +197,7 @@ def run(tmp_path):
 
     def go(*overrides):
         fixed = ["model=random", "task=capacity", *tiny, "device=cpu", f"paths.results={tmp_path}", "sweep.name=test"]
-        return Runner(Console(file=io.StringIO()))(composed(*fixed, "paths.data=null", *overrides))
+        return Scheduler(Console(file=io.StringIO()))(composed(*fixed, "paths.data=null", *overrides))
 
     return go
 

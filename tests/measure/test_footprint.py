@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 
 import pytest
@@ -17,23 +16,14 @@ from kvcompress.measure.footprint import Line, Needs, fits, prompt_of, rows, sea
 from kvcompress.measure.latency import Shape, batch_ids, prompt_ids
 from kvcompress.measure.measuring import hardware
 from kvcompress.methods import Full, SnapKV
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.record import read_rows
-from kvcompress.sweep.run import Runner
 from kvcompress.tasks import Memory
 
 MEASURED = (
     "prefill_growth decode_growth prefill_peak decode_peak after_growth steady_growth prefill_rest decode_rest moments"
 )
 WIDE = {"heads": 8, "kv_heads": 4, "head_dim": 64, "layers": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage():
-    """What was there before is no garbage: each measurement collects, and would look at all of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +162,7 @@ def run(tmp_path):
 
     def go(*overrides):
         fixed = ["model=random", "task=memory", *tiny, "device=cpu", f"paths.results={tmp_path}", "sweep.name=test"]
-        return Runner(Console(file=io.StringIO()))(composed(*fixed, "paths.data=null", *overrides))
+        return Scheduler(Console(file=io.StringIO()))(composed(*fixed, "paths.data=null", *overrides))
 
     return go
 

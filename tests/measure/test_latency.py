@@ -18,7 +18,7 @@ from kvcompress.measure.latency import Shape, again, batch_ids, grid, last_good,
 from kvcompress.method import Method
 from kvcompress.methods import H2O, Full, SnapKV
 from kvcompress.models.random_models import byte_tokenizer
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import Latency
 
 TINY = ["task.lengths=[24,48]", "task.batches=[1,2]", "task.outputs=[5]", "task.rounds=2", "task.floor=false"]
@@ -148,7 +148,7 @@ def cell(tmp_path):
 
 @pytest.fixture
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def rows_of(outcome):

@@ -99,6 +99,19 @@ def test_git_commit_marks_changed_files_and_is_none_outside_a_repository(tmp_pat
     assert git_commit(tmp_path) == f"{clean}+dirty"
 
 
+def test_the_commit_is_none_where_the_package_lies_in_another_projects_repository(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    package = tmp_path / ".venv" / "site-packages" / "package"
+    package.mkdir(parents=True)
+    (package / "module.py").write_text("")
+    (tmp_path / "theirs").write_text("")
+    for arguments in (["init", "-q"], ["add", "theirs"], ["commit", "-qm", "m"]):
+        subprocess.run([*git, *arguments], check=True)
+    assert git_commit(package) is None
+    subprocess.run([*git, "add", "-f", ".venv"], check=True)
+    assert str(git_commit(package)).endswith("+dirty"), "now it is part of that project"
+
+
 class Drifting:
     """A machine that slows down by 10 % from run to run; work takes `unit` on it."""
 

@@ -64,7 +64,7 @@ def raw_queries(model):
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "smollm3", "glm4", "cohere2", "gemma3_text"])
 def test_queries_before_rotation_are_what_the_projection_gave(architecture):
     """Half-split, interleaved, partial and no rotation, query norms, hybrid models, left-padded rows."""
-    model = small_model(architecture)
+    model = small_model(architecture, fresh=True)
     method = Watching(budget=0.5)
     ids, mask = left_padded([14, 9])
     with compress(model, method) as session:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from helpers import thinned
 from reference import Choice, LoopSnapKV, best
 from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, follow
@@ -65,9 +66,10 @@ class LoopAdaKV(LoopSnapKV):
 OPTIONS = {"window": 3, "kernel": 3, "pooling": "avg"}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [9, 0.4])
-@pytest.mark.parametrize("settings", [{}, {"alpha": 0.5}, {"alpha": 0.5, "safeguard": "first"}, {"alpha": 0.0}])
+@pytest.mark.parametrize(
+    ("sizes", "budget", "settings"),
+    thinned(SIZES, [9, 0.4], [{}, {"alpha": 0.5}, {"alpha": 0.5, "safeguard": "first"}, {"alpha": 0.0}], every=4),
+)
 def test_it_keeps_what_the_loop_keeps(sizes, budget, settings):
     """Numbers and positions of every head, in two rows of different length, with decoded tokens appended."""
     settings = {"alpha": 0.2, "safeguard": "mix", **settings}

@@ -14,7 +14,7 @@ from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, follow
 
 from kvcompress import compress
-from kvcompress.cache.layouts import RankedStore
+from kvcompress.cache.layouts import ScoreSortedStore
 from kvcompress.method import Chunked
 from kvcompress.method.apportion import largest_remainder, proportional
 from kvcompress.methods import CAKE, H2O, SnapKV
@@ -147,7 +147,7 @@ def test_a_later_turn_keeps_what_the_loop_keeps():
 
 def test_no_more_than_the_budget_and_one_layer_is_held():
     """Sampled before every layer of the prompt."""
-    model, budget, length = small_model(num_hidden_layers=6), 12, 80
+    model, budget, length = small_model(num_hidden_layers=6, fresh=True), 12, 80
     held = []
     with compress(model, CAKE(budget=budget, **OPTIONS)) as session:
         cache = session.new_cache()
@@ -262,13 +262,13 @@ def test_the_gate_leaves_short_prompts_whole_until_decode():
 
 def test_a_cascade_lets_go_at_the_end_of_a_ranking_without_copying():
     """Between its first cut and the end of the prompt a layer's tensors stay where they are, and get fewer."""
-    model, seen = small_model(num_hidden_layers=6), {}
+    model, seen = small_model(num_hidden_layers=6, fresh=True), {}
     with compress(model, CAKE(budget=150, **OPTIONS)) as session:
         cache = session.new_cache()
 
         def look(*_):
             for i, layer in enumerate(cache.full_layers):
-                if isinstance(layer.store, RankedStore):
+                if isinstance(layer.store, ScoreSortedStore):
                     pieces = [piece["keys"].data_ptr() for piece in layer.store._pieces]
                     assert len(pieces) * layer.store.size < int(layer.counts.max()) + layer.store.size
                     seen.setdefault(i, []).append(pieces)
@@ -276,7 +276,7 @@ def test_a_cascade_lets_go_at_the_end_of_a_ranking_without_copying():
         for layer in model.model.layers:
             layer.register_forward_pre_hook(look)
         session.prefill(random_ids(1, 700), cache=cache)
-        assert not any(isinstance(layer.store, RankedStore) for layer in cache.full_layers)
+        assert not any(isinstance(layer.store, ScoreSortedStore) for layer in cache.full_layers)
     assert any(len(pieces[0]) > len(pieces[-1]) for pieces in seen.values())
     for pieces in seen.values():
         assert all(later == earlier[: len(later)] for earlier, later in zip(pieces, pieces[1:], strict=False))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import all_held
+from helpers import all_held, thinned
 from reference import Choice, LoopSnapKV
 from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, compare, follow
@@ -71,9 +71,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("extra", SETTINGS)
-@pytest.mark.parametrize("budget", [13, 0.4])
+@pytest.mark.parametrize(("sizes", "extra", "budget"), thinned(SIZES, SETTINGS, [13, 0.4], every=4))
 def test_it_keeps_what_the_loop_keeps(sizes, extra, budget):
     """In a padded batch chunks begin at the rows' own first tokens; a later turn judges what is still held."""
     options = {**OPTIONS, **extra}
@@ -87,7 +85,7 @@ def test_it_keeps_what_the_loop_keeps(sizes, extra, budget):
 
 def test_a_prompt_in_chunks_keeps_what_the_loop_keeps():
     """Pieces of a prompt need not end where chunks end."""
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     ids, mask = left_padded([33, 21])
     for extra in ({}, {"reuse": 3}):
         options = {**OPTIONS, **extra}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import all_held
+from helpers import all_held, thinned
 from reference import Choice, LoopH2O, LoopSnapKV, best
 from small_models import ARCHITECTURES, left_padded, random_ids, small_model
 from test_adakv import LoopAdaKV
@@ -21,7 +21,7 @@ from kvcompress.methods.adakv import Ada
 from kvcompress.methods.cake import Preference
 from kvcompress.methods.criticalkv import PerturbationScorer
 from kvcompress.methods.snapkv import WindowScorer
-from kvcompress.models import compat
+from kvcompress.models import projections
 
 
 class Twice:
@@ -84,10 +84,14 @@ class LoopCriticalH2O(Twice, LoopH2O):
 OPTIONS = {"window": 3, "kernel": 3, "pooling": "avg"}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [11, 0.4])
 @pytest.mark.parametrize(
-    "extra", [{}, {"protected_first": True}, {"first_share": 0.0}, {"first_share": 0.8, "epsilon": 0.5}]
+    ("sizes", "budget", "extra"),
+    thinned(
+        SIZES,
+        [11, 0.4],
+        [{}, {"protected_first": True}, {"first_share": 0.0}, {"first_share": 0.8, "epsilon": 0.5}],
+        every=4,
+    ),
 )
 def test_it_keeps_what_the_loop_keeps(sizes, budget, extra):
     """Both stages in a padded batch; decoded tokens are appended, a later turn chooses again."""
@@ -108,7 +112,7 @@ def test_with_budgets_per_head_it_keeps_what_the_loop_keeps(sizes):
     follow(method, LoopCriticalAdaKV, sizes=sizes, lengths=[33, 21], later=(1, 1), **OPTIONS)
     with (
         compress(small_model(**sizes), method) as session,
-        compress(small_model(**sizes), AdaKV(budget=10, **OPTIONS)) as other,
+        compress(small_model(**sizes, fresh=True), AdaKV(budget=10, **OPTIONS)) as other,
     ):
         ids = random_ids(1, 33)
         assert torch.equal(session.prefill(ids).cache.kept_tokens(), other.prefill(ids).cache.kept_tokens())
@@ -130,7 +134,7 @@ def test_it_takes_the_last_querys_attention_too():
 
 
 def test_a_prompt_in_chunks_keeps_what_the_loop_keeps():
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     ids, mask = left_padded([33, 21])
     with compress(model, CriticalKV(budget=13, prefill=Chunked(chunk=11), **OPTIONS)) as session:
         session.prefill(ids, attention_mask=mask)
@@ -190,7 +194,7 @@ def test_longer_values_are_kept_rather():
 def test_norms_are_those_of_the_models_own_projection(architecture):
     """For every verified architecture: a head's value alone through the model's o_proj, without its bias."""
     model = small_model(architecture)
-    projection = compat.output_projections(model)[1]
+    projection = projections.output_projections(model)[1]
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, 2, 5, 16, generator=generator)
     norms = projected_norms(values, projection.weight, group=2)
@@ -219,9 +223,12 @@ def test_half_precision_is_summed_in_float32():
 
 
 def test_a_model_without_a_known_projection_is_refused_by_name():
-    model = small_model()
-    model.model.layers[1].self_attn.o_proj = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"'llama' has no output projection .* layers \[1\]"):
+    model = small_model(fresh=True)
+    own = model.model.layers[1].self_attn.o_proj
+    model.model.layers[1].self_attn.o_proj = torch.nn.Sequential(own, torch.nn.GELU())
+    with pytest.raises(
+        ValueError, match=r"'llama' has no output projection .* layers \[1\] .*no product with one matrix"
+    ):
         compress(model, CriticalKV(budget=0.5))
     compress(model, SnapKV(budget=0.5))
 

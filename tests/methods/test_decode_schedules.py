@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import EVICTING, all_held, feed, make
+from helpers import EVICTING, REPRESENTATIVE, all_held, feed, grid, make, thinned
 from reference import Choice, Loop, LoopH2O, LoopSnapKV, LoopStreamingLLM, LoopTOVA, best
 from small_models import left_padded, random_ids, small_model
 from test_cake import LoopCAKE
@@ -110,6 +110,7 @@ class IntervalRandom(Interval):
             self.choices[layer, b, h] = Choice(set(row[h]), scores, set())
 
 
+SCHEDULES = [Schedule(every=EVERY), Schedule(every=EVERY, align="total"), None]
 FAMILY = [
     (H2O, IntervalH2O, {}),
     (TOVA, IntervalTOVA, {}),
@@ -134,8 +135,10 @@ def test_under_an_interval_it_keeps_what_the_loop_keeps(method, loop_class, opti
     )
 
 
-@pytest.mark.parametrize("name", EVICTING)
-@pytest.mark.parametrize("align", ["row", "total"])
+@pytest.mark.parametrize(
+    ("name", "align"),
+    grid(EVICTING, ["row", "total"], short=lambda name, align: align == "row" or name in REPRESENTATIVE),
+)
 def test_every_method_holds_the_cap_and_less_than_an_interval_more(name, align):
     """Whatever the allocator gave each head, all rows go back to their prompt's counts when their turn comes."""
     model = small_model(num_hidden_layers=2)
@@ -166,8 +169,13 @@ def run(model, method, ids, mask, stops, steps):
         return output.tokens, output.finished, all_held(session)
 
 
-@pytest.mark.parametrize("name", EVICTING)
-@pytest.mark.parametrize("schedule", [Schedule(every=EVERY), Schedule(every=EVERY, align="total"), None])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *thinned((*REPRESENTATIVE, "RKV"), SCHEDULES, every=3),
+        *grid([name for name in EVICTING if name not in (*REPRESENTATIVE, "RKV")], SCHEDULES, short=lambda *_: False),
+    ],
+)
 def test_rows_that_finish_at_different_times_get_what_they_get_alone(name, schedule):
     """Three prompts of different length, ended by stop tokens one after the other: tokens and kept positions."""
     model = small_model(num_hidden_layers=2)

@@ -15,7 +15,7 @@ from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, follow
 
 from kvcompress import compress
-from kvcompress.calibrate.duo import FOLDER, head_order, identity, ranks, same_model
+from kvcompress.calibrate.duo import FOLDER, head_order, model_facts, ranks, same_model
 from kvcompress.method import Chunked
 from kvcompress.method.budget import MOST_TOKENS
 from kvcompress.methods import H2O, DuoAttention, Full, SnapKV, StreamingLLM
@@ -242,12 +242,12 @@ def test_a_file_is_found_by_its_model_and_refused_for_another(tmp_path, monkeypa
     model = small_model()
     scores = [[0.1, 0.5], [0.9, 0.2], [0.2, 0.3]]
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"format": 1, "model": {"name": "mine", **identity(model)}, "scores": scores}))
+    path.write_text(json.dumps({"format": 1, "model": {"name": "mine", **model_facts(model)}, "scores": scores}))
     monkeypatch.setattr("kvcompress.calibrate.duo.FOLDER", tmp_path)
     expected = ((5, 1), (0, 3), (4, 2))
     assert head_order("calibrated", model) == ranks(scores) == expected
     for dtype in (torch.bfloat16, torch.float16):
-        assert head_order("calibrated", small_model().to(dtype)) == expected
+        assert head_order("calibrated", small_model(dtype=dtype)) == expected
     other = small_model(seed=1)
     with pytest.raises(ValueError, match="known: mine"):
         head_order("calibrated", other)
@@ -277,5 +277,5 @@ def test_smollm2_has_its_file(smollm2):
     """It is found by the weights, and its ranks are those of its scores."""
     model, _ = smollm2
     known = json.loads((FOLDER / "smollm2.json").read_text())
-    assert same_model(known["model"], identity(model))
+    assert same_model(known["model"], model_facts(model))
     assert head_order("calibrated", model) == ranks(known["scores"])

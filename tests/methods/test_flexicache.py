@@ -14,6 +14,7 @@ from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.cache import pages
+from kvcompress.cache.layouts import PagedStore
 from kvcompress.calibrate import calibration
 from kvcompress.calibrate.head_profile import DATA, KIND, least_stable, overlap, profile, trace, unstable_heads
 from kvcompress.methods import KIVI, AdaKV, FlexiCache, Full, Int8, Quest
@@ -104,7 +105,7 @@ def test_with_a_budget_of_all_pages_it_equals_the_full_cache(heads):
 @torch.no_grad()
 def test_what_it_returns_is_attention_over_the_chosen_pages(monkeypatch):
     """Through promotions and demotions, logits equal a stock model's whose masks show the chosen pages only."""
-    model, twin, lengths = small_model(), small_model(), [41, 28]
+    model, twin, lengths = small_model(), small_model(fresh=True), [41, 28]
     ids, mask = left_padded(lengths)
     seen = watch(monkeypatch, FlexiCacheReader)
     with compress(model, mixed(12, ((True, False), (True, True), (False, True)), rerank=3)) as session:
@@ -146,13 +147,13 @@ def test_one_rank_per_step_is_quest_with_the_group_maximum_one_step_late(width):
 def test_the_host_copy_is_the_full_cache_bit_for_bit_through_500_promotions(monkeypatch):
     """At every step: full pages on the host, and what both tiers hold together, equal what the model made."""
     model, made = sized((2, 2), layers=1, max_position_embeddings=2048), []
-    append = pages.PagedStore.append
+    append = PagedStore.append
 
     def noted(self, new, *args, **kwargs):
         made.append((new["keys"].clone(), new["values"].clone()))
         append(self, new, *args, **kwargs)
 
-    monkeypatch.setattr(pages.PagedStore, "append", noted)
+    monkeypatch.setattr(PagedStore, "append", noted)
     with compress(model, mixed(4 * SIZE, ((True, True),), rerank=1)) as session:
         session.prefill(random_ids(1, 60))
         keys, values = (x.clone() for x in session.cache.keys_values(0))

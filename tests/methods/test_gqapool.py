@@ -10,7 +10,7 @@ from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
 
 from kvcompress import compress
-from kvcompress.methods import GQAPool, SnapKV
+from kvcompress.methods import Full, GQAPool, SnapKV
 
 
 class PooledCache(DynamicCache):
@@ -39,7 +39,7 @@ class PooledCache(DynamicCache):
 @pytest.mark.parametrize(("groups", "pool"), [(2, 2), (1, 2), (1, 4)])
 def test_attention_sees_the_means(groups, pool):
     """A later turn and decode equal the stock model over a cache of means."""
-    model, twin = small_model(groups=groups), small_model(groups=groups)
+    model, twin = small_model(groups=groups), small_model(groups=groups, fresh=True)
     ids, more, cache = random_ids(1, 20), random_ids(1, 6, 1), PooledCache(pool)
     with torch.no_grad():
         twin(ids, cache=cache)
@@ -82,6 +82,32 @@ def test_bytes_are_those_of_the_heads_left(groups, pool):
         session.generate(5)
         sizes = session.cache.nbytes()
         assert sizes["keys_values"] * pool == sizes["full"]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "pool"), [(4, 2, 2), (4, 4, 2), (6, 3, 3), (5, 5, 5), (4, 1, 1)])
+def test_the_default_fits_any_number_of_heads(heads, kv_heads, pool):
+    model = small_model(hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    with compress(model, GQAPool()) as session:
+        session.prefill(random_ids(1, 30))
+        sizes = session.cache.nbytes()
+        assert sizes["keys_values"] * pool == sizes["full"]
+        found = session.generate(5).tokens
+    with compress(model, GQAPool(pool=pool)) as session:
+        session.prefill(random_ids(1, 30))
+        assert session.generate(5).tokens == found
+
+
+def test_the_default_is_described_by_its_number():
+    """So that run ids are those of the time when the default was 2."""
+    assert GQAPool().describe() == GQAPool(pool=2).describe() and GQAPool().describe()["pool"] == 2
+    assert repr(Full(codec=GQAPool()).codec) == repr(GQAPool(pool=2).make_codec()) == "GQAPoolCodec(pool=2)"
+    assert GQAPool().variant() == ""
+
+
+@pytest.mark.parametrize("pool", [2.5, "x", True, float("nan")])
+def test_a_pool_of_another_kind_is_refused_by_name(pool):
+    with pytest.raises(ValueError, match="pool=.*at least 1 KV head"):
+        GQAPool(pool=pool)
 
 
 def test_pools_that_do_not_fit_are_refused():

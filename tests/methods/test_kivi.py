@@ -12,7 +12,7 @@ from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
 
 from kvcompress import compress
-from kvcompress.cache.layouts.quantized_groups import Unit
+from kvcompress.cache.layouts.quantized_groups import GroupSegment
 from kvcompress.method import Plain, Schedule
 from kvcompress.method.budget import NotTogether
 from kvcompress.methods import CAKE, H2O, KIVI, AdaKV, Full, Int8, SnapKV
@@ -89,7 +89,7 @@ def test_any_way_of_adding_tokens_codes_what_the_loop_codes_and_keeps_the_rest_b
     unit, loop, exact = None, Loop(bits), []
     for n in (first, *more):
         keys, values = (torch.randn(1, 1, n, D, generator=draw) for _ in range(2))
-        unit = Unit(codec(bits), keys, values) if unit is None else unit
+        unit = GroupSegment(codec(bits), keys, values) if unit is None else unit
         if exact:
             unit.append(keys, values)
         exact.append((keys, values))
@@ -102,7 +102,7 @@ def test_any_way_of_adding_tokens_codes_what_the_loop_codes_and_keeps_the_rest_b
             assert same(unit.whole(kind)[0, 0], held)
             whole = torch.cat([pair[mine] for pair in exact], 2)
             assert torch.equal(unit.left[kind], whole[:, :, unit.counts[kind] :])
-    together = Unit(codec(bits), *(torch.cat(parts, 2) for parts in zip(*exact, strict=True)))
+    together = GroupSegment(codec(bits), *(torch.cat(parts, 2) for parts in zip(*exact, strict=True)))
     together.flush()
     for kind in ("keys", "values"):
         assert torch.equal(together.whole(kind), unit.whole(kind))
@@ -186,14 +186,14 @@ def test_codes_of_a_row_depend_neither_on_other_rows_nor_on_padding():
         session.prefill(ids, attention_mask=mask)
         session.generate(5)
         cache, pending = session.cache, session.cache.pending
-        together = [cache.row(b).layers[0].blocks for b in range(3)]
+        together = [cache.row(b).layers[0].encoding.groups for b in range(3)]
         tokens = [cache.row(b).positions(0).shape[2] for b in range(3)]
     assert tokens == [n + 4 for n in rows] and pending is not None
     with compress(MODEL, kivi()) as session:
         for b, length in enumerate(rows):
             session.prefill(ids[b : b + 1, -length:])
             session.generate(5)
-            alone = session.cache.layers[0].blocks
+            alone = session.cache.layers[0].encoding.groups
             mine = {n: x for n, x in flat(alone)}
             theirs = {n: x for n, x in flat(together[b])}
             assert mine.keys() == theirs.keys()
@@ -331,7 +331,7 @@ def groups_of(cache, row):
     """Per head: the positions of every coded group of keys."""
     found = []
     for h in range(2):
-        units = cache.layers[0].blocks.units
+        units = cache.layers[0].encoding.groups.units
         unit = units[row if len(units) > 1 else 0][h if len(units[0]) > 1 else 0]
         held = [int(p) for p in cache.positions(0)[row, h] if p >= 0]
         found.append([set(held[i : i + G]) for i in range(0, unit.counts["keys"], G)])
@@ -344,7 +344,7 @@ def test_a_row_that_has_ended_gets_no_codes():
         session.prefill(random_ids(2, 20))
         for t in range(R):
             session.step(random_ids(2, 1, t), torch.tensor([True, False]))
-        counts = [row[0].counts["keys"] for row in session.cache.layers[0].blocks.units]
+        counts = [row[0].counts["keys"] for row in session.cache.layers[0].encoding.groups.units]
         assert counts == [24, 16] and session.cache.kept_tokens()[0].tolist() == [[28, 28], [20, 20]]
 
 

@@ -165,7 +165,7 @@ def test_the_size_of_blocks_changes_nothing(monkeypatch):
 
 def test_chunks_keep_what_the_loop_keeps():
     """Each chunk of a prompt is repeated when it ends, and its scores stay."""
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     ids, mask = left_padded([24, 15])
     with compress(model, KVzip(budget=8, prefill=Chunked(chunk=8), **OPTIONS)) as session:
         got = session.prefill(ids, attention_mask=mask).logits
@@ -320,16 +320,16 @@ def test_illegal_settings_are_refused(options):
 
 def test_passes_count_as_compression_and_hold_no_second_cache(monkeypatch):
     """The report's time covers them; a layer's copy is gone before the next layer's is made."""
-    from kvcompress.hook.auxiliary import PassLayer
+    from kvcompress.hook.auxiliary import AuxiliaryLayer
 
     model, alive = small_model(), []
-    stock = PassLayer.update
+    stock = AuxiliaryLayer.update
 
     def watch(self, *args, **kwargs):
-        alive.append(sum(layer.store is not None for layer in self.holder().full_layers))
+        alive.append(sum(layer.store is not None for layer in self.context().full_layers))
         return stock(self, *args, **kwargs)
 
-    monkeypatch.setattr(PassLayer, "update", watch)
+    monkeypatch.setattr(AuxiliaryLayer, "update", watch)
     with compress(model, KVzip(budget=8, **OPTIONS)) as session:
         session.prefill(random_ids(2, 24))
         seconds = session.report()["time"]

@@ -131,6 +131,54 @@ def test_the_papers_numbers():
     assert (exact[0], exact[-1], sum(exact)) == (242, 14, 128 * 32)
 
 
+def of_kvpress(layers, real, share, window, beta=20):
+    """Tokens per layer as kvpress counts them, in fractions until the end."""
+    mean = real * share
+    least = mean / beta
+    most = 2 * mean - least
+    if most >= real - window:
+        most, least = real - window, 2 * mean - (real - window)
+    if not real >= most >= least >= window:
+        return [round(mean)] * layers
+    step = (most - least) / (layers - 1)
+    return [round(most - layer * step) for layer in range(layers)]
+
+
+def test_the_numbers_of_kvpress_where_the_budget_is_no_whole_number_of_tokens():
+    """Half of 553 tokens: rounded first, the pyramid would be flat at 276."""
+    allocator = PyramidKV(budget=0.5, preset="kvpress").make_allocator()
+    assert allocator.numbers(276, 553, 64, 4) == [489, 347, 206, 64] == of_kvpress(4, 553, 0.5, 64)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    layers=st.integers(2, 40),
+    real=st.integers(66, 5000),
+    share=st.floats(0.02, 0.99),
+    window=st.sampled_from([8, 32, 64]),
+    beta=st.integers(1, 30),
+)
+def test_every_layer_holds_what_kvpress_counts(layers, real, share, window, beta):
+    cap = round(share * real)
+    if cap <= window or cap >= real:
+        return
+    allocator = PyramidKV(budget=share, preset="kvpress", window=window, beta=beta).make_allocator()
+    found = allocator.numbers(cap, real, window, layers)
+    assert found == of_kvpress(layers, real, share, window, beta)
+    assert abs(sum(found) - share * real * layers) <= layers / 2 + 1e-6 or len(set(found)) == 1
+    assert window <= min(found) and max(found) <= real and found == sorted(found, reverse=True)
+
+
+def test_a_session_holds_what_kvpress_counts():
+    with compress(small_model(num_hidden_layers=4), PyramidKV(budget=0.5, preset="kvpress", window=4)) as session:
+        kept = session.prefill(random_ids(1, 41)).cache.kept_tokens()
+        assert kept[:, 0].tolist() == [[n, n] for n in of_kvpress(4, 41, 0.5, 4)] == [[n, n] for n in (37, 26, 15, 4)]
+        session.generate(3)
+    with compress(small_model(num_hidden_layers=4), PyramidKV(budget=20, preset="kvpress", window=4)) as session:
+        kept = session.prefill(random_ids(1, 200)).cache.kept_tokens()[:, 0, 0].tolist()
+    assert kept == of_kvpress(4, 200, 0.1, 4) == [20] * 4  # the last layer could not hold the window
+
+
 def test_short_prompts_are_flat():
     """Below twice the budget every layer gets the same: SnapKV."""
     ids, held = random_ids(1, 30), []

@@ -14,8 +14,8 @@ from test_references import BUDGET, SIZES, follow
 
 from kvcompress import compress
 from kvcompress.calibrate import calibration
+from kvcompress.calibrate.query_filters import DATA, KIND, calibrate
 from kvcompress.methods import QFilters
-from kvcompress.methods.qfilters import DATA, KIND, calibrate
 
 
 @dataclass
@@ -80,7 +80,7 @@ def loop_filters(model, texts):
 def test_filters_are_the_first_singular_vectors_of_the_queries(groups):
     """Joined over texts, padding left out, signed towards the queries, averaged over a KV head's query heads."""
     ids, mask = left_padded([20, 13])
-    model, twin = small_model(groups=groups), small_model(groups=groups)
+    model, twin = small_model(groups=groups), small_model(groups=groups, fresh=True)
     expected = loop_filters(twin, [(ids[:1], mask[:1]), (random_ids(2, 9, 4), torch.ones(2, 9, dtype=torch.long))])
     found = calibrate(model, [ids[:1], random_ids(2, 9, 4)])
     for (layer, head), direction in expected.items():
@@ -160,11 +160,11 @@ def test_the_embedded_model_has_filters(smollm2, only_files):
 def test_other_weights_are_another_model(tmp_path, only_files):
     """Weights changed by a twentieth, or another number of layers; rounding to bfloat16 changes nothing."""
     calibration.save(tmp_path / "m.safetensors", small_model(), {"filters": torch.ones(1)}, {})
-    changed = small_model()
+    changed = small_model(fresh=True)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.mul_(1.05)
-    rounded = small_model().to(torch.bfloat16)
+    rounded = small_model(dtype=torch.bfloat16)
     assert calibration.find(rounded, [tmp_path])["filters"].tolist() == [1.0]
     assert calibration.find(changed, [tmp_path]) is None
     assert calibration.find(small_model(num_hidden_layers=2), [tmp_path]) is None

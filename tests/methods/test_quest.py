@@ -119,7 +119,7 @@ def test_attended_pages_equal_the_loop_over_200_steps(heads, reduce, width, monk
 @torch.no_grad()
 def test_what_it_returns_is_attention_over_the_chosen_pages(reduce, monkeypatch):
     """Logits of every step equal a stock model's whose masks show those pages only; rows with padding too."""
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     lengths, size = [26, 15], 4
     ids, mask = left_padded(lengths)
     seen = watch(monkeypatch, QuestReader)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers import all_held, feed
+from helpers import all_held, feed, thinned
 from reference import Choice, Loop, best
 from small_models import left_padded, random_ids, small_model
 from test_references import SIZES, compare, follow
@@ -125,8 +125,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("options", "sizes"), thinned(OPTIONS, SIZES, every=4))
 def test_it_keeps_what_the_loop_keeps(options, sizes):
     """Every field, with one to four query heads per KV head, on padded rows, in prompt and decode."""
     options = {"window": 3, "interval": INTERVAL, "lam": 0.1, **options}
@@ -163,7 +162,7 @@ def test_a_thousand_decoded_tokens_keep_what_the_loop_keeps(seed, group, batch):
     """Through about thirty compressions of every row, each at its own count, nothing drifts from the loop."""
     lengths = BATCHES[batch]
     options = {"num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 2048, "seed": seed}
-    model, twin = (small_model(**GROUPS[group], **options) for _ in range(2))
+    model, twin = (small_model(**GROUPS[group], **options, fresh=fresh) for fresh in (False, True))
     ids, mask = left_padded(lengths, seed)
     tokens = random_ids(len(lengths), 1000, seed + 50)
     adopted = 0
@@ -198,7 +197,7 @@ def test_without_importance_queries_do_not_matter():
     """lam=0 depends on keys alone: other query weights keep the same tokens."""
     held = []
     for factor in (1.0, -3.0):
-        model = small_model(num_hidden_layers=1)
+        model = small_model(num_hidden_layers=1, fresh=True)
         with torch.no_grad():
             model.model.layers[0].self_attn.q_proj.weight.mul_(factor)
         with compress(model, RKV(budget=12, window=3, lam=0.0)) as session:
@@ -225,7 +224,7 @@ def test_of_two_exact_duplicates_the_later_one_stays(distance):
 
 def test_of_two_exact_duplicates_in_a_cache_the_later_one_stays():
     """The same from outside, where attention is even: no budget keeps the earlier without the later, some one alone."""
-    model = small_model(num_hidden_layers=1, groups=1)
+    model = small_model(num_hidden_layers=1, groups=1, fresh=True)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.zero_()
         model.model.rotary_emb.inv_freq.zero_()  # no rotation: equal tokens have equal keys
@@ -325,9 +324,9 @@ def test_line_breaks_compress_and_the_end_of_thinking_stops_it():
             counts.append(session.cache.kept_tokens()[0, :, 0].tolist())
         assert counts == [[13, 12], [12, 13], [13, 14], [14, 12], [15, 13]]
         fork = session.cache.fork()
-        assert fork.closed.tolist() == [True, False]
+        assert fork.sequence.closed.tolist() == [True, False]
         session.prefill(random_ids(2, 4).clamp(min=10), cache=session.cache)
-        assert session.cache.closed is None and session.cache.kept_tokens().unique().tolist() == [12]
+        assert session.cache.sequence.closed is None and session.cache.kept_tokens().unique().tolist() == [12]
 
 
 class Words:

@@ -9,7 +9,7 @@ from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.cache import pages
-from kvcompress.cache.layouts import Rebuilt
+from kvcompress.cache.layouts import LowRankKeyPages
 from kvcompress.method import Reader
 from kvcompress.method.budget import NotTogether
 from kvcompress.methods import Full, Int8, ShadowKV, SnapKV
@@ -82,10 +82,10 @@ def test_chunks_are_those_that_loops_over_landmarks_choose(lengths, monkeypatch)
         for layer, q, chosen in seen[3 * t : 3 * t + 3]:
             for b, length in enumerate(lengths):
                 for h in range(2):
-                    first = keys[layer][b, h, : (length + 1) // SIZE * SIZE]
+                    first = keys[layer][b, h, : length // SIZE * SIZE]
                     queries = list(q[b, 2 * h : 2 * h + 2, 0])
                     staying, wanted = loop_choice(queries, first, 0.25, 2, 1, 3)
-                    later = set(range((length + 1) // SIZE, -(-(length + 1 + t) // SIZE)))
+                    later = set(range(length // SIZE, -(-(length + 1 + t) // SIZE)))
                     assert attended(chosen[b, h]) == staying | wanted | later, (t, layer, b, h)
                     assert not staying & wanted
 
@@ -103,7 +103,7 @@ class Loops(Reader):
         for b in range(len(q)):
             for h in range(2):
                 slots = [i for i, p in enumerate(positions[b, h].tolist()) if p >= 0]
-                first = self.known.setdefault((index.layer, b, h), len(slots) // SIZE * SIZE)
+                first = self.known.setdefault((index.layer, b, h), (len(slots) - 1) // SIZE * SIZE)
                 queries = list(q[b, 2 * h : 2 * h + 2, 0])
                 staying, wanted = loop_choice(queries, index.keys[b, h, slots[:first]], 0.25, 2, 1, 2)
                 read = [i for c in sorted(staying | wanted) for i in range(c * SIZE, (c + 1) * SIZE)]
@@ -132,7 +132,7 @@ def test_values_on_the_host_are_the_full_caches_and_keys_are_the_best_of_their_r
         session.prefill(ids)
         for t in range(12):
             session.step(random_ids(1, 1, t))
-        layer, turns = session.cache.layers[0], session.cache.turns[0]
+        layer, turns = session.cache.layers[0], session.cache.spec.codec_rope[0]
         store, tiers = layer.store, session.cache.tiers(0)
         keys, values = session.cache.keys_values(0)
         assert list(store.host.channels) == ["values"] and int(store.host.written.min()) == 15
@@ -144,7 +144,7 @@ def test_values_on_the_host_are_the_full_caches_and_keys_are_the_best_of_their_r
         assert store.host.moved["rebuilt"] * 16 == stay * rank, (
             "a value of 16 numbers moved, a key made of as many as the rank"
         )
-        outliers = layer.state["page_outliers"]
+        outliers = layer.reader_state["outliers"]
     whole, at = exact[0][0], torch.arange(60)[None, None]
     before = turns.unrotate(whole, at).transpose(1, 2).flatten(2)[0]
     u, s, vh = torch.linalg.svd(before, full_matrices=False)
@@ -166,12 +166,12 @@ def test_values_on_the_host_are_the_full_caches_and_keys_are_the_best_of_their_r
 def test_the_error_of_rebuilt_keys_is_the_least_of_each_rank():
     """Eckart and Young: the root of the sum of the squared singular values left out; nothing at full rank."""
     generator = torch.Generator().manual_seed(0)
-    keys, counts = torch.randn(2, 3, 24, 4, generator=generator), torch.tensor([24, 17])
+    keys, counts = torch.randn(2, 3, 24, 4, generator=generator), torch.tensor([24, 16])
     everything = torch.ones(2, 3, 6, dtype=torch.bool)
     everything[1, :, 4:] = False
     before = None
     for rank in (1, 3, 6, 11, 12, 40):
-        found = Rebuilt.of(keys, torch.zeros(2, 24), counts, 4, rank, lambda x, at: x)
+        found = LowRankKeyPages.of(keys, torch.zeros(2, 24), counts, 4, rank, lambda x, at: x)
         got = found.pages(everything)
         wanted = torch.cat([keys[0].view(-1, 4, 4), keys[1, :, :16].reshape(-1, 4, 4)])
         error = float((got - wanted).norm())
@@ -194,15 +194,19 @@ def test_device_bytes_are_factors_landmarks_and_what_stays():
         held, kv = session.cache.nbytes(), session.report()["kv"]
         layer = session.cache.layers[0]
         resident = int(layer.store.resident().sum())
-    chosen, landmarks = 2 * 5 * SIZE * 2 * 16 * 4, 2 * 16 * 16 * 4
-    assert kv["read_bytes_per_token"] == 3 * (chosen + landmarks) and kv["moved_bytes_per_token"] == 0
-    factors = 64 * 8 + 8 * ALL + 64
-    assert resident <= 2 * (2 + 1 + 2) * SIZE
+    chosen, landmarks, fetched = 2 * 6 * SIZE * 2 * 16 * 4, 2 * 15 * 16 * 4, 2 * 2 * SIZE * 16 * 4
+    rebuilt = 2 * 2 * SIZE * 8 * 4  # 8 coordinates for each token of a chunk and head
+    assert kv["read_bytes_per_token"] == 3 * (chosen + landmarks + rebuilt), (
+        "two outliers, one last, two chosen, the tail"
+    )
+    assert kv["moved_bytes_per_token"] == 3 * fetched, "values of the chunks chosen"
+    factors = 60 * 8 + 8 * ALL + 60
+    assert resident <= 2 * (2 + 1 + 2 + 1) * SIZE
     assert held["keys_values"] == 3 * 4 * factors + sum(
         int(x.store.resident().sum()) * 2 * 16 * 4 for x in session.cache.layers
     )
-    assert held["summaries"] == 3 * 2 * 16 * 16 * 4 and kv["bytes_held"] == held["valid"]
-    assert held["host"] >= 3 * 2 * 64 * 16 * 4, "values alone"
+    assert held["summaries"] == 3 * 2 * 15 * 16 * 4 and kv["bytes_held"] == held["valid"]
+    assert held["host"] >= 3 * 2 * 60 * 16 * 4, "values alone"
     assert kv["ratio"] < 0.9 and kv["bytes_host"] == held["host"]
 
 
@@ -220,6 +224,35 @@ def test_device_bytes_are_factors_landmarks_and_what_stays():
 def test_what_cannot_be_is_refused_before_work(build, words):
     with pytest.raises((ValueError, NotTogether), match=words):
         build()
+
+
+@torch.no_grad()
+def test_a_short_answer_reads_chosen_chunks_from_the_factors():
+    """From the first step on: rank 1 and full rank differ, and full rank is the exact keys."""
+    ids, answers = random_ids(1, 47), {}
+    for rank in (1, ALL):
+        with compress(MODEL, shadow(rank=rank)) as session:
+            session.prefill(ids)
+            answers[rank] = torch.cat([session.step(random_ids(1, 1, t)) for t in range(2)])
+    off = (answers[1] - answers[ALL]).abs().amax(1)
+    assert off[0] > 1e-3 and off[1] > 1e-3
+
+
+@pytest.mark.parametrize("length", [47, 48, 49])
+@torch.no_grad()
+def test_landmarks_and_factors_are_of_the_prompt_alone(length):
+    """Also where the first decoded token completes a chunk."""
+    answers = []
+    for first in (3, 90):
+        with compress(MODEL, shadow(rank=5)) as session:
+            session.prefill(random_ids(1, length))
+            keys = session.cache.keys_values(0)[0]
+            session.step(torch.tensor([[first]]))
+            layer = session.cache.layers[0]
+            answers.append((layer.reader_state["summaries"], layer.store.host.rebuilt.basis))
+    full = length // SIZE * SIZE
+    assert torch.equal(answers[0][0], answers[1][0]) and torch.equal(answers[0][1], answers[1][1])
+    assert (answers[0][0] - keys[:, :, :full].unflatten(2, (-1, SIZE)).mean(3)).abs().max() <= 1e-5
 
 
 def test_models_whose_keys_cannot_be_turned_back_and_hosts_too_small_are_refused(monkeypatch):

@@ -34,7 +34,7 @@ def loop_channels(query, keys, real, window, kept):
 @pytest.mark.parametrize("pruned", [0.25, 0.5, 0.8])
 def test_the_channels_held_are_those_a_loop_finds(groups, pruned):
     """Per row and KV head of a left-padded batch."""
-    model, twin = small_model(groups=groups), small_model(groups=groups)
+    model, twin = small_model(groups=groups), small_model(groups=groups, fresh=True)
     ids, mask = left_padded(LENGTHS)
     with compress(model, ThinK(pruned=pruned, window=5)) as session:
         session.prefill(ids, attention_mask=mask)
@@ -42,7 +42,7 @@ def test_the_channels_held_are_those_a_loop_finds(groups, pruned):
             reference.forward(ids, mask)
             for layer in session.cache.layers:
                 query, keys, _ = reference.captured[layer.index]
-                chosen = layer.codec_state["channels"]
+                chosen = layer.encoding.state["channels"]
                 kept = max(1, round((1 - pruned) * 16))
                 assert layer.store.get("keys").shape[-1] == chosen.shape[-1] == kept
                 for row in range(2):

@@ -10,7 +10,7 @@ import transformers
 from small_models import ARCHITECTURES, random_ids, small_model
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, cache_utils, masking_utils
 
-from kvcompress.models import compat
+from kvcompress.models import compat, projections
 
 VERSION = f"transformers {transformers.__version__}"
 
@@ -69,7 +69,7 @@ def test_every_layer_has_an_output_projection():
     """All query heads' outputs go through one linear module per layer, a plain weight `[hidden, H x D]`."""
     for architecture in ARCHITECTURES:
         model = small_model(architecture, head_dim=32)  # heads together wider than the model
-        found = compat.output_projections(model)
+        found = projections.output_projections(model)
         expect(sorted(found) == list(range(model.config.num_hidden_layers)), f"layers of {architecture}: {list(found)}")
         for projection in found.values():
             expect(projection.weight.shape == (64, 128), f"{architecture}: o_proj is {projection.weight.shape}")

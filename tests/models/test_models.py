@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -207,6 +209,84 @@ def test_pickled_weights_are_refused_unless_asked_for(saved):
     assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
 
 
+class Trap:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def index_of(weights, shard):
+    return json.dumps({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, shard)})
+
+
+@pytest.mark.parametrize("where", ["usual", "explicit"])
+@pytest.mark.parametrize("shard", ["pytorch_model.bin", "weights.pt", "model.safetensors.bin", "x.SAFETENSORS"])
+def test_an_index_of_safetensors_that_names_another_format_is_refused_before_it_is_read(saved, shard, where):
+    weights = random_model("llama", layers=1).state_dict()
+    (saved / "model.safetensors").unlink()
+    torch.save({name: Trap(saved / "ran") for name in weights}, saved / shard)
+    name = "model.safetensors.index.json" if where == "usual" else "own.safetensors.index.json"
+    (saved / name).write_text(index_of(weights, shard))
+    if where == "explicit":
+        config = json.loads((saved / "config.json").read_text())
+        (saved / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+    with pytest.raises(ValueError, match=rf"{re.escape(shard)}.*{re.escape(name)}.*allow_pickle=True"):
+        load(saved)
+    assert not (saved / "ran").exists()
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "..", "", None, 3]
+)
+def test_an_index_that_names_a_path_is_refused(saved, shard, allow_pickle):
+    """Also where pickles are allowed, and in an index of pickles."""
+    weights = random_model("llama", layers=1).state_dict()
+    (saved / "model.safetensors").rename(saved.parent / "secret.safetensors")
+    kind = "pytorch_model.bin" if allow_pickle else "model.safetensors"
+    (saved / f"{kind}.index.json").write_text(index_of(weights, shard))
+    with pytest.raises(ValueError, match="only files that lie beside it"):
+        load(saved, allow_pickle=allow_pickle)
+
+
+@pytest.mark.parametrize("named", ["../secret.safetensors", "adapter_model.bin", "model.bin", "sub/model.safetensors"])
+def test_a_configuration_that_names_other_weights_is_refused(saved, named):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"transformers_weights": named}))
+    with pytest.raises(ValueError, match=rf"{re.escape(named)}.*config.json"):
+        load(saved)
+
+
+def test_a_model_in_shards_loads(saved):
+    model = random_model("llama", layers=1)
+    model.save_pretrained(saved, max_shard_size="100KB")
+    (saved / "model.safetensors").unlink(missing_ok=True)
+    assert (saved / "model.safetensors.index.json").is_file()
+    assert torch.equal(logits(load(saved)[0]), logits(model))
+
+
+def test_a_folder_with_an_adapter_is_refused_and_its_pickle_is_not_read(saved):
+    """Whether or not it holds a model beside it: the weights of the base model may lie anywhere."""
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(saved), "r": 2, "target_modules": ["q_proj"]}
+    (saved / "adapter_config.json").write_text(json.dumps(config))
+    torch.save({"x": Trap(saved / "ran")}, saved / "adapter_model.bin")
+    with pytest.raises(ValueError, match="is an adapter.*merge_and_unload"):
+        load(saved)
+    assert not (saved / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '{"weight_map": [1]}', '{"weight_map": {}}', "\udcff"])
+def test_an_index_that_is_none_is_refused(saved, text):
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors.index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json (that|without)"):
+        load(saved)
+
+
 def test_remote_code_is_refused_and_does_not_run_unless_asked_for(saved):
     config = (saved / "config.json").read_text()
     config = config.replace('"model_type": "llama"', '"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}')
@@ -319,12 +399,12 @@ def test_smollm2_answers_and_ends_its_turn(smollm2):
     assert "Paris" in tokenizer.decode(output) and output[-1].item() in eos_ids(model, tokenizer)
 
 
-def test_a_folders_fingerprint_follows_its_content(tmp_path):
-    """Other weights under the same path are another model; a name that is no folder has no fingerprint."""
+def test_a_folders_hash_follows_its_content(tmp_path):
+    """Other weights under the same path are another model; a name that is no folder has no hash."""
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
-    first = loading.fingerprint(str(tmp_path))
-    assert first == loading.fingerprint(str(tmp_path)) and loading.fingerprint("smollm2") == {}
+    first = loading.folder_hash(str(tmp_path))
+    assert first == loading.folder_hash(str(tmp_path)) and loading.folder_hash("smollm2") == {}
     weights.write_bytes(bytes((3 << 20) - 1) + b"x")
-    assert loading.fingerprint(str(tmp_path)) != first
+    assert loading.folder_hash(str(tmp_path)) != first

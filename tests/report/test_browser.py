@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from boards import MB, run, sample
 
-from kvcompress.report.cli import main
+from kvcompress.commands.report import main
 from kvcompress.report.page import write_page
 from kvcompress.report.run_index import gather
 

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from kvcompress.common import hashing
 from kvcompress.report.command import Commands, from_hydra
+from kvcompress.sweep.cell_spec import identity
 from kvcompress.sweep.config import build_method, build_task, check_overrides, composing, folder
-from kvcompress.sweep.launcher.cell import identity
 
 CELLS = [
     ["model=random", "task=needle", "method=snapkv", "budget=0.25"],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvcompress.commands.report import main
 from kvcompress.common import hashing
 from kvcompress.report import curves, iso_bytes
-from kvcompress.report.cli import main
-from kvcompress.report.curves import by_budget, by_bytes, draw_all
+from kvcompress.report.curves import by_budget, by_bytes, draw_curves
 from kvcompress.report.run_index import gather as load
-from kvcompress.report.series import COLOURS, MARKERS, family, rows, series, spread
+from kvcompress.report.series import COLOURS, MARKERS, by_family, family, series, spread
 from kvcompress.sweep import record
 
 BUDGETS = (1.0, 0.5, 0.1)
@@ -81,7 +81,7 @@ def test_families_follow_from_the_parts_and_the_baseline_is_no_line():
 
 def test_a_large_family_is_parted_so_that_no_two_lines_of_a_panel_look_alike():
     lines = series(made(f"m{number}", budget) for number in range(18) for budget in BUDGETS)
-    panels = rows(lines)
+    panels = by_family(lines)
     assert [len(members) for _, members in panels] == [6, 6, 6] and len(COLOURS) == len(MARKERS) == 7
     assert [one.name for _, members in panels for one in members] == sorted(f"m{number}" for number in range(18))
     assert len({title for title, _ in panels}) == 3
@@ -149,16 +149,16 @@ def test_the_report_writes_every_figure_as_png_and_svg_and_the_same_each_time(tm
     assert names == {f"slope-{stem}.{kind}" for stem in stems for kind in ("png", "svg")}
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert before["slope-tiny_model-budget.png"][:4] == b"\x89PNG"
-    draw_all(load([tmp_path / "r"]).entries, tmp_path / "out")
+    draw_curves(load([tmp_path / "r"]).entries, tmp_path / "out")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_one_budget_draws_nothing_and_a_method_without_bytes_is_left_out(tmp_path):
     write(tmp_path / "one", [made("full", 1.0), made("snap", 0.5), made("ada", 0.5)])
-    assert draw_all(load([tmp_path / "one"]).entries, tmp_path / "out") == []
+    assert draw_curves(load([tmp_path / "one"]).entries, tmp_path / "out") == []
     older = [made("snap", b, **{"kv.bytes_peak": None, "kv.bytes_mean": None}) for b in BUDGETS]
     write(tmp_path / "old", older)
-    assert [path.name for path in draw_all(load([tmp_path / "old"]).entries, tmp_path / "out")] == [
+    assert [path.name for path in draw_curves(load([tmp_path / "old"]).entries, tmp_path / "out")] == [
         f"slope-tiny_model-budget.{kind}" for kind in ("png", "svg")
     ]
 

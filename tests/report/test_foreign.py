@@ -15,10 +15,10 @@ from test_curves import group
 from test_report import make
 
 import kvcompress.report
+from kvcompress.commands.report import main
 from kvcompress.report import curves
-from kvcompress.report.cli import main
-from kvcompress.report.external import PUBLISHED, belongs, load_foreign, load_published, points
-from kvcompress.report.external_tables import relevant
+from kvcompress.report.external import PUBLISHED, belongs, external_points, load_foreign, load_published
+from kvcompress.report.external_tables import print_external, relevant
 from kvcompress.report.frame import documented
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -305,7 +305,7 @@ def test_grey_points_lie_at_the_share_asked_for_and_change_no_line(tmp_path):
         common | {"budget": 0.5, "score": None},
         common | {"budget": 0.5, "score": 0.9, "task": "other"},
     ]
-    assert [(x, y) for x, y, _ in points(records, rows)] == [(0.5, 0.7), (0.25, 0.6)]
+    assert [(x, y) for x, y, _ in external_points(records, rows)] == [(0.5, 0.7), (0.25, 0.6)]
     with_others, without = curves.by_budget(records, rows), curves.by_budget(records)
     drawn = curves._figure([with_others], "t").axes
     for axes, plain in zip(drawn, curves._figure([without], "t").axes, strict=True):
@@ -320,15 +320,16 @@ def test_grey_points_lie_at_the_share_asked_for_and_change_no_line(tmp_path):
 
 def test_without_a_full_run_tokens_are_no_share():
     row = {"model": "model", "task": "needle", "metric": "as published", "budget": 250, "score": 0.6}
-    assert points([record for record in group() if record["method"] != "full" and record["budget"] != 1.0], [row]) == []
-    assert points([], [row]) == []
+    assert (
+        external_points([record for record in group() if record["method"] != "full" and record["budget"] != 1.0], [row])
+        == []
+    )
+    assert external_points([], [row]) == []
 
 
 def test_a_table_of_others_is_wide_where_nothing_is_a_terminal():
     from rich.console import Console
 
-    from kvcompress.report.external_tables import show
-
     out = io.StringIO()
-    show([], Console(file=out))
+    print_external([], Console(file=out))
     assert out.getvalue() == ""

@@ -11,8 +11,8 @@ import re
 import pytest
 from boards import MB, run, sample
 
+from kvcompress.commands.report import main
 from kvcompress.report import page, page_data, samples
-from kvcompress.report.cli import main
 from kvcompress.report.command import Commands
 from kvcompress.report.page import asset, write_page
 from kvcompress.report.pareto import draw_fronts, fronts

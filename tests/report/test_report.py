@@ -9,13 +9,13 @@ import json
 import pytest
 from rich.console import Console
 
+from kvcompress.commands.report import main
 from kvcompress.common import hashing
 from kvcompress.report import figure, heatmap
-from kvcompress.report.cli import main
 from kvcompress.report.heatmap import grid
 from kvcompress.report.run_index import gather as load
 from kvcompress.report.run_index import label
-from kvcompress.report.table import COLUMNS, leaderboard, markdown
+from kvcompress.report.table import COLUMNS, leaderboard, leaderboard_markdown
 from kvcompress.sweep import record
 
 
@@ -143,7 +143,7 @@ def test_columns_of_one_method_in_two_settings_are_apart_and_a_long_title_is_in_
     seen, stock = [], figure.save
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heatmap, "save", lambda drawn, stem: seen.append(drawn) or stock(drawn, stem))
-        assert heatmap.draw(load([tmp_path]).entries, "a title of many words " * 12, tmp_path / "heat.png")
+        assert heatmap.draw_heatmap(load([tmp_path]).entries, "a title of many words " * 12, tmp_path / "heat.png")
     (drawn,) = seen
     texts = [text.get_text() for text in drawn.axes[0].texts]
     assert "good codec=kivi codec.bits=2" in texts and "good" in texts
@@ -172,9 +172,11 @@ def test_a_table_shows_divergence_where_it_was_measured_and_no_times_where_there
     lines = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line.split()}
     assert lines["method"][3:7] == ["Δ", "full", "KL", "perplexity"] and "TTFT" not in lines["method"]
     assert lines["good"][-4:-2] == ["0.0123", "1.23"] and lines["older"][-4:-2] == ["–", "–"]
-    text = markdown(found.groups())
+    text = leaderboard_markdown(found.groups())
     assert "| KL | perplexity |" in text and "in nats" in text
-    assert "KL" not in markdown([[entry.record for entry in found.entries if entry.record["method"] == "older"]])
+    assert "KL" not in leaderboard_markdown(
+        [[entry.record for entry in found.entries if entry.record["method"] == "older"]]
+    )
 
 
 def test_a_record_with_a_value_of_the_wrong_kind_is_skipped_and_listed(tmp_path):
@@ -212,14 +214,16 @@ def test_sweeps_of_one_name_in_two_folders_are_kept_apart(tmp_path):
 def test_figures_beside_the_full_caches_are_columns_where_a_task_has_them(results):
     records = [entry.record for entry in load([results]).entries]
     with_ratios = [record | {"metrics.ratio_tpot": 0.514, "metrics.ratio_prefill_growth": None} for record in records]
-    text = markdown([with_ratios])
+    text = leaderboard_markdown([with_ratios])
     assert "| TPOT × |" in text and "| 0.51 |" in text and "peak ×" not in text and "multiple of the full cache" in text
-    assert "TPOT ×" not in markdown([records]) and "multiple of the full cache" not in markdown([records])
+    assert "TPOT ×" not in leaderboard_markdown([records]) and "multiple of the full cache" not in leaderboard_markdown(
+        [records]
+    )
 
 
 def test_the_full_cache_against_itself_is_a_column_where_it_was_measured(results):
     records = [entry.record for entry in load([results]).entries]
     again = {"metrics.ratio_ttft": 0.97, "metrics.ratio_aa_ttft": 1.012, "metrics.ratio_aa_tpot": 0.991}
-    text = markdown([[record | again for record in records]])
+    text = leaderboard_markdown([[record | again for record in records]])
     assert "| TTFT × | A/A |" in text and "| 0.97 | 1.01, 0.99 |" in text and "full cache against itself" in text
-    assert "A/A" not in markdown([[record | {"metrics.ratio_ttft": 0.97} for record in records]])
+    assert "A/A" not in leaderboard_markdown([[record | {"metrics.ratio_ttft": 0.97} for record in records]])

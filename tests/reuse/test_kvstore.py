@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -37,7 +40,7 @@ def rows(n=6, seed=0, layers=LAYERS, dtype=torch.float32):
 
 def put(store, number=0, n=6, **more):
     """A chunk told by its number."""
-    keys, values = rows(n, number)
+    keys, values = rows(n, number, dtype=getattr(torch, store.identity["dtype"]))
     return store.put(ids_of(number, n), keys, values, **more)
 
 
@@ -63,7 +66,7 @@ ENTRY = 2 * LAYERS * HEADS * 6 * SIZE * 4
 
 @pytest.fixture(scope="module")
 def model():
-    return small_model()
+    return small_model(fresh=True)  # a model has stores of its own
 
 
 # ---------------------------------------------------------------------- both tiers
@@ -71,7 +74,8 @@ def model():
 
 @pytest.mark.parametrize("memory", [0, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_comes_out_of_either_tier_is_what_went_in(model, tmp_path, memory, dtype):
+def test_what_comes_out_of_either_tier_is_what_went_in(tmp_path, memory, dtype):
+    model = small_model(fresh=True).to(dtype)
     keys, values = rows(dtype=dtype)
     store = KVStore(model, memory, tmp_path)
     assert store.get([1, 2, 3, 4, 5, 6]) is None
@@ -328,18 +332,267 @@ def test_files_of_other_kinds_under_a_chunks_name_are_reported_and_not_used(mode
     put(store, 1)
     file_of(store, 1).rename(path)
     refused(model, tmp_path, "is of another model or chunk than its name says")
-    path.unlink()
+
+
+def fifo(path, folder):
+    os.mkfifo(path)
+
+
+def link_to_a_chunk(path, folder):
+    other = folder / "elsewhere.safetensors"
+    path.rename(other) if path.exists() else other.write_bytes(b"")
+    path.symlink_to(other)
+
+
+def link_to_itself(path, folder):
+    path.symlink_to(path)
+
+
+def link_to_nothing(path, folder):
+    path.symlink_to(folder / "nothing")
+
+
+def a_folder(path, folder):
     path.mkdir()
-    store = KVStore(model, 0, tmp_path)
+
+
+@pytest.mark.parametrize("make", [fifo, link_to_a_chunk, link_to_itself, link_to_nothing, a_folder])
+@pytest.mark.timeout(20)
+def test_a_link_a_pipe_or_a_folder_in_a_chunks_place_is_a_miss_and_the_others_are_still_written(model, tmp_path, make):
+    """Nothing is waited for, followed, or deleted elsewhere; limits, sizes and forgetting go on."""
+    path = file_of(store := KVStore(model, 0, tmp_path, disk_bytes=3 * ENTRY))
+    put(store)
+    if make is not link_to_a_chunk:
+        path.unlink()
+    make(path, tmp_path)
+    store = KVStore(model, 0, tmp_path, disk_bytes=3 * ENTRY)
     with pytest.warns(UserWarning, match="cannot be read"):
         assert store.get(ids_of(0)) is None
+    store.forget()
+    assert store.disk.nbytes() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(put(store, 0)) == 6  # used, whether or not it can be written there
+        for number in (1, 2, 3):
+            put(store, number)
+            assert holds(store.get(ids_of(number)), number)
+    if make is link_to_a_chunk:
+        assert (tmp_path / "elsewhere.safetensors").is_file()
+
+
+def test_a_file_that_goes_between_two_looks_is_a_miss_or_is_still_read(model, tmp_path, monkeypatch):
+    """Before it is opened, it was never there; once it is open, what it held is what is read."""
+    path = file_of(store := KVStore(model, 0, tmp_path))
+    put(store)
+    chunk = store.get(ids_of(0))
+    path.unlink()
+    assert holds(chunk)
+    put(store)
+    stock = os.open
+
+    def opened(name, *more, **options):
+        if str(name) == str(path):
+            path.unlink()
+        return stock(name, *more, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.get(ids_of(0)) is None and store.stats.damaged == 0
+
+
+@pytest.mark.parametrize("left", [0, 9, 0.5, -1])
+def test_a_file_that_is_shortened_while_it_is_read_is_damaged_and_kills_nobody(model, tmp_path, left):
+    """Read in a process of its own: a mapped file would end it."""
+    path = file_of(store := KVStore(model, 0, tmp_path))
+    put(store)
+    size = path.stat().st_size
+
+    def read(results):
+        chunk = KVStore(model, 0, tmp_path).get(ids_of(0))
+        os.truncate(path, int(size * left) if left == 0.5 else left % size)
+        found = []
+        for index in range(LAYERS):
+            try:
+                found.append(all(torch.equal(a, rows()[i][index]) for i, a in enumerate(chunk.layer(index))))
+            except Damaged:
+                found.append(None)
+        results.put(found)
+
+    results = FORK.Queue()
+    process = FORK.Process(target=read, args=(results,))
+    process.start()
+    found = results.get(timeout=60)
+    process.join()
+    assert process.exitcode == 0 and None in found and False not in found
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_the_whole_folder_may_go_and_is_made_again(model, tmp_path, where):
+    store = KVStore(model, 0, tmp_path / "store")
+    if where == "after":
+        put(store)
+    shutil.rmtree(tmp_path / "store")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.get(ids_of(0)) is None and store.disk.nbytes() == 0
+        put(store)
+        assert holds(store.get(ids_of(0)))
+
+
+def test_a_folder_that_becomes_a_link_is_not_followed_and_nothing_behind_it_is_deleted(model, tmp_path):
+    store = KVStore(model, 0, tmp_path / "store", disk_bytes=2 * ENTRY)
+    put(store)
+    elsewhere = tmp_path / "elsewhere"
+    store.disk.own.rename(elsewhere)
+    precious = elsewhere / "model.safetensors"
+    precious.write_bytes(b"x" * 4 * ENTRY)
+    store.disk.own.symlink_to(elsewhere)
+    before = sorted(path.name for path in elsewhere.iterdir())
+    assert store.get(ids_of(0)) is None
+    with pytest.warns(UserWarning, match="is a link"):
+        put(store, 1)
+    assert sorted(path.name for path in elsewhere.iterdir()) == before
+    with pytest.raises(ValueError, match="is a link"):
+        KVStore(model, 0, tmp_path / "store")
+
+
+def forged(path, change):
+    """Rewrite a file's header, its tensors as they are, padded as safetensors pads."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header = change(header) or header
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def swap(a, b):
+    def change(header):
+        header[a], header[b] = header[b], header[a]
+        sums = json.loads(header["__metadata__"]["sums"])
+        sums[a], sums[b] = sums[b], sums[a]
+        header["__metadata__"]["sums"] = json.dumps(sums)
+
+    return change
+
+
+def entry(**changes):
+    return lambda header: header["keys.1"].update(changes)
+
+
+def metadata(**changes):
+    return lambda header: header["__metadata__"].update(changes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swap("keys.0", "keys.1"),
+        swap("keys.0", "values.0"),
+        entry(shape=[1, 2, 6, 1 << 40], data_offsets=[0, 1 << 50]),
+        entry(shape=[1, 1 << 31, 1 << 31, 4]),
+        entry(shape=[1, 2, 3, 32]),
+        entry(shape=[1, 2, -6, -16]),
+        entry(shape=[1, 2, 6.0, 16]),
+        entry(shape="1266"),
+        entry(dtype="I32"),
+        entry(dtype="X9"),
+        entry(dtype=["F32"]),
+        entry(data_offsets=[0]),
+        entry(data_offsets=[768, 0]),
+        entry(data_offsets=[-768, 0]),
+        entry(data_offsets=None),
+        metadata(sums="{}"),
+        metadata(sums="[1]"),
+        metadata(sums="[" * 100_000),
+        metadata(sums='{"ids": 1e999}'),
+        metadata(sums='{"ids": "x"}'),
+        metadata(identity="{}"),
+        metadata(key="0" * 32),
+        metadata(format=7),
+        lambda header: header.pop("__metadata__") and None,
+        lambda header: header.update({"__metadata__": [1]}),
+        lambda header: header.update({"keys.9": header["keys.1"]}),
+        lambda header: header.pop("keys.1") and None,
+        lambda header: header.update({"keys.1": None}),
+        lambda header: b"[" * 200_000,
+        lambda header: b"[]",
+        lambda header: b"\xff\xfe",
+        lambda header: b'{"ids": NaN}',
+    ],
+)
+def test_a_forged_header_is_a_miss(model, tmp_path, change):
+    """Whatever it says: no crash, no huge allocation, no other keys."""
+    path = file_of(store := KVStore(model, 0, tmp_path))
+    put(store)
+    forged(path, change)
+    store = KVStore(model, 0, tmp_path)
+    with pytest.warns(UserWarning, match="not used, the chunk is computed again"):
+        chunk = store.get(ids_of(0))
+        if chunk is not None:
+            with pytest.raises(Damaged):
+                [chunk.layer(index) for index in range(LAYERS)]
+    put(store)
+    assert holds(store.get(ids_of(0)))
+
+
+@pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, 0, 3])
+def test_a_forged_length_of_the_header_is_a_miss(model, tmp_path, length):
+    path = file_of(store := KVStore(model, 0, tmp_path))
+    put(store)
+    content = path.read_bytes()
+    path.write_bytes(length.to_bytes(8, "little") + content[8:])
+    refused(model, tmp_path, "cannot be read")
+
+
+def test_chunks_of_another_number_of_layers_or_heads_are_kept_in_memory_alone(model, tmp_path):
+    """A file of them would never be used: its shapes are not the model's."""
+    store = KVStore(model, folder=tmp_path)
+    keys, values = rows(layers=2)
+    store.put(ids_of(0), keys, values)
+    assert not list(tmp_path.glob("*/*")) and store.get(ids_of(0)) is not None
+
+
+def test_a_process_without_free_descriptors_computes_and_damages_nothing(model, tmp_path, monkeypatch):
+    put(store := KVStore(model, 0, tmp_path))
+
+    def full(*args, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(os, "open", full)
+        assert store.get(ids_of(0)) is None
+    assert holds(store.get(ids_of(0))) and store.stats.damaged == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.5, "5", True, [], -1])
+@pytest.mark.parametrize("name", ["memory_bytes", "disk_bytes", "memory_mb", "disk_mb"])
+def test_a_limit_that_is_no_number_of_bytes_is_refused_by_name(model, name, value):
+    with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(value))}: a limit is 0 .* or more"):
+        KVStore(model, **{name: value}) if name.endswith("bytes") else store_of(model, "x", **{name: value})
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["a"], [True], torch.tensor([1.0]), [None]])
+def test_ids_that_are_no_integers_are_refused_and_not_rounded(model, ids):
+    with pytest.raises(ValueError, match="ids hold .*: token ids are integers"):
+        KVStore(model).get(ids)
+
+
+def test_a_folder_that_is_no_path_and_layers_that_do_not_pair_are_refused(model):
+    with pytest.raises(ValueError, match="folder=5 is no path"):
+        KVStore(model, folder=5)
+    with pytest.raises(ValueError, match="keys of 3 layers and values of 2"):
+        KVStore(model).put(ids_of(0), rows()[0], rows()[1][:2])
 
 
 # ---------------------------------------------------------------------- models
 
 
 def test_models_share_a_folder_and_never_each_others_chunks(model, tmp_path):
-    others = [small_model(seed=1), small_model(scale=0.11), small_model().to(torch.bfloat16), small_model("mistral")]
+    others = [small_model(seed=1), small_model(scale=0.11), small_model(dtype=torch.bfloat16), small_model("mistral")]
     others.append(small_model(rope_parameters={"rope_type": "default", "rope_theta": 5000.0}))
     put(KVStore(model, 0, tmp_path))
     for other in others:
@@ -347,7 +600,7 @@ def test_models_share_a_folder_and_never_each_others_chunks(model, tmp_path):
         assert store.get(ids_of(0)) is None
         put(store, 0)
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 1 + len(others)
-    again = small_model()
+    again = small_model(fresh=True)
     assert holds(KVStore(again, 0, tmp_path).get(ids_of(0)))
 
 
@@ -359,7 +612,7 @@ def test_an_entry_of_another_model_in_this_ones_folder_is_reported_and_not_used(
 
 
 def test_a_weight_that_is_written_to_makes_another_model():
-    model = small_model()
+    model = small_model(fresh=True)
     before = identity(model)
     assert identity(model) == before == identity(small_model())
     with torch.no_grad():
@@ -376,7 +629,7 @@ def test_a_weight_that_is_written_to_makes_another_model():
 def test_weights_that_lie_on_no_device_are_known_by_the_files_they_come_from(tmp_path):
     found = set()
     for content in ("a", "b"):
-        model = small_model().to("meta")
+        model = small_model(fresh=True).to("meta")
         (tmp_path / "model.safetensors").write_text(content)
         model.config._name_or_path = str(tmp_path)
         found.add(identity(model)["weights"])
@@ -400,7 +653,7 @@ def test_there_is_one_store_per_model_purpose_and_settings(model):
 
 
 def test_the_store_of_a_model_gives_way_to_a_new_one_when_its_weights_or_number_type_change():
-    model = small_model()
+    model = small_model(fresh=True)
     stores = [store_of(model, "a")]
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(2)

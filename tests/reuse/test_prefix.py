@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from helpers import EVICTING, make
-from small_models import CharacterTokenizer, random_ids, small_model
+from helpers import every_method, make
+from small_models import LATENT, CharacterTokenizer, random_ids, small_model
 from test_kvstore import Rounding
 
 from kvcompress import compress
@@ -15,10 +15,11 @@ from kvcompress.method import Method
 from kvcompress.method.budget import NotTogether
 from kvcompress.method.parts import OneShot
 from kvcompress.methods import H2O, METHODS, CacheBlend, Full, SnapKV, StreamingLLM
+from kvcompress.reuse.disk_tier import DiskTier
 from kvcompress.reuse.kv_store import KVStore
 from kvcompress.reuse.prefix import PrefixReuse
 
-FULL_ATTENTION = ("llama", "mistral", "qwen3_moe", "phi3", "smollm3", "granite", "olmo2", "glm4", "starcoder2")
+FULL_ATTENTION = ("llama", "mistral", "qwen3_moe", "phi3", "smollm3", "granite", "olmo2", "glm4", "starcoder2", *LATENT)
 SIZES = (5, 17, 9, 12, 6)
 
 
@@ -93,7 +94,7 @@ def test_the_same_segment_twice_is_stored_once_per_place():
     assert store.stats.stored == 3
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_methods_evict_after_a_loaded_prefix_what_they_evict_after_a_full_prefill_or_are_refused(name):
     model, segments = small_model(), segments_of()
     store = KVStore(model)
@@ -154,6 +155,30 @@ def test_a_damaged_file_is_computed_again_and_changes_nothing(tmp_path):
     found = outcome(model, Full(prefill=PrefixReuse()), segments, whole)
     same(full, found)
     assert whole.stats.damaged == 0 or found[2]["tokens_reused"] < sum(SIZES[:-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged in")
+@pytest.mark.parametrize("method", [Full(prefill=PrefixReuse()), CacheBlend(ratio=1.0)], ids=["prefix", "cacheblend"])
+def test_a_prompt_ends_however_often_its_files_are_damaged_while_they_are_read(tmp_path, monkeypatch, method):
+    """Another process writes over each file once it was opened, again and again."""
+    model, segments = small_model(), segments_of()
+    full = outcome(model, Full(), segments, KVStore(model))
+    outcome(model, method, segments, KVStore(model, folder=tmp_path))
+    stock, damaged = DiskTier.open, []
+
+    def opened(tier, key, ids):
+        tier._refused.clear()  # it was written anew
+        found = stock(tier, key, ids)
+        if found is not None:
+            damaged.append(key)
+            content = found.path.read_bytes()
+            found.path.write_bytes(content[:-8] + bytes(8))
+        return found
+
+    monkeypatch.setattr(DiskTier, "open", opened)
+    found = outcome(model, method, segments, KVStore(model, memory_bytes=0, folder=tmp_path))
+    assert len(damaged) >= len(segments)
+    same(full, found)
 
 
 def test_a_prompt_without_segments_a_batch_and_a_later_turn_are_prefilled_whole():

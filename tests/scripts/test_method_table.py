@@ -12,7 +12,7 @@ from helpers import load_script
 from kvcompress.method import Method, Needs, Schedule, Scorer
 from kvcompress.methods import CAKE, H2O, METHODS, TOVA, Full, KeyDiff, LagKV, PyramidKV, SnapKV
 from kvcompress.sweep import method_table
-from kvcompress.sweep.config import method_classes
+from kvcompress.sweep.components import method_classes
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,7 @@ def test_when_and_needs_follow_from_the_parts(cls, when, needs):
 def test_presets_show_what_differs_from_the_default_and_join_equal_ones():
     assert method_table.presets(PyramidKV) == (
         "`code`: window=64, kernel=5, pooling=avg, totals=published; "
-        "`kvpress`: window=64, kernel=5, pooling=avg, reduce_first=false, protected_inside=true"
+        "`kvpress`: window=64, kernel=5, pooling=avg, reduce_first=false, totals=rounded, protected_inside=true"
     )
     assert method_table.presets(Full) == "–"
     assert method_table.defaults(TOVA) == "protect_last=false, decode=true"

@@ -13,7 +13,10 @@ from rich.console import Console
 
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.sweep import record
-from kvcompress.sweep.run import Options, Runner
+from kvcompress.sweep.cell_spec import CellSpec
+from kvcompress.sweep.launcher.cell_run import CellRun
+from kvcompress.sweep.launcher.options import Options
+from kvcompress.sweep.launcher.scheduler import Scheduler
 
 SHORT = (
     "model=random",
@@ -44,11 +47,16 @@ def cells(folder: Path, methods: str, budgets: str, *overrides: str) -> list[Any
     return made
 
 
+def cell_run(config: Any) -> CellRun:
+    """The cell of a configuration, which nobody works on yet."""
+    return CellRun(CellSpec.from_config(config))
+
+
 def sweep(configs: list[Any], options: Options = SHARED) -> tuple[list[Any], str]:
     """Run the cells in this process: their outcomes, and what was printed."""
     console = Console(file=io.StringIO(), width=200)
     with without_peaks():
-        outcomes = Runner(console).sweep(configs, options)
+        outcomes = Scheduler(console).sweep(configs, options)
     return outcomes, console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from composed import composed
-from helpers import EVICTING, all_held, make
+from helpers import all_held, every_method, make
 from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
@@ -16,7 +16,8 @@ from kvcompress import compress
 from kvcompress.data.task import Sample, Turn
 from kvcompress.method import Chunked, Method
 from kvcompress.sweep import batches, record
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.model_pool import ModelPool
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import LongBenchV2, MultiQuestion, Needle, Passkey
 
 STOP = tuple(range(2, VOCAB, 7))
@@ -61,7 +62,7 @@ def same(out, other):
         assert a == b
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_rows_of_a_batch_are_what_each_sample_is_alone(name):
     model, method = small_model(), make(name, 0.4)
     with compress(model, method) as session:
@@ -145,7 +146,7 @@ def cell(tmp_path):
 
 
 def runner():
-    return Runner(Console(file=io.StringIO(), width=200))
+    return Scheduler(Console(file=io.StringIO(), width=200))
 
 
 def rows_of(outcome):
@@ -224,7 +225,7 @@ def test_the_limit_in_bytes_keeps_batches_small(cell):
     ],
 )
 def test_what_cannot_be_batched_is_said_before_a_model_is_loaded(cell, monkeypatch, overrides, status, said):
-    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     outcome = runner()(cell("batch=4", *overrides, short=False))
     assert (outcome.status, said in outcome.note) == (status, True), outcome.note
 

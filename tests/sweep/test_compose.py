@@ -12,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from kvcompress.sweep import config
-from kvcompress.sweep.launcher.compose import Composer
+from kvcompress.sweep.compose import Composer
 
 CELLS = [
     ["method=snapkv", "budget=0.5"],
@@ -40,9 +40,10 @@ def loaders():
 
 def test_a_cell_equals_the_one_that_hydra_composes_whatever_came_before():
     with loaders() as (hydra, ours):
+        all_expected = [hydra("config", overrides, RunMode.RUN) for overrides in CELLS]
         for _ in range(2):  # the second time all choices are known
-            for overrides in CELLS:
-                expected, found = hydra("config", overrides, RunMode.RUN), ours("config", overrides, RunMode.RUN)
+            for overrides, expected in zip(CELLS, all_expected, strict=True):
+                found = ours("config", overrides, RunMode.RUN)
                 assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(expected), overrides
                 for group in ("method", "task", "model"):
                     assert OmegaConf.get_type(found[group]) is OmegaConf.get_type(expected[group])

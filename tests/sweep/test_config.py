@@ -16,39 +16,46 @@ from omegaconf.errors import OmegaConfBaseException
 import kvcompress.conf
 from kvcompress.method import Chunked, Uniform
 from kvcompress.methods import METHODS
-from kvcompress.sweep import config
-from kvcompress.sweep.hydra_errors import explain
+from kvcompress.sweep import components, config
+from kvcompress.sweep.hydra_errors import one_line
 from kvcompress.tasks import TASKS
 
 FOLDER = Path(kvcompress.conf.__file__).resolve().parent
 
 
 cell = composed
+PAIRS = list(zip_longest(components.method_classes(), TASKS))  # composed together, as each composition takes its time
 
 
-@pytest.mark.parametrize("name", config.method_classes())
+def cell_of(values, *, method=None, task=None):
+    """A cell of a method or of a task, beside some other of the other kind."""
+    pair = next(pair for pair in PAIRS if (pair[1] == task if method is None else pair[0] == method))
+    return cell(f"method={pair[0] or 'full'}", f"task={pair[1] or 'needle'}", *values)
+
+
+@pytest.mark.parametrize("name", components.method_classes())
 def test_every_method_has_a_yaml_and_composes_to_its_class_with_every_field(name):
-    cls = config.method_classes()[name]
-    made = cell(f"method={name}", "budget=0.5")
+    cls = components.method_classes()[name]
+    made = cell_of(["budget=0.5"], method=name)
     schema = OmegaConf.to_object(made.method)
     assert type(schema).__name__ == f"{cls.__name__}Config"
-    own = {item.name for item in fields(cls) if item.repr} - set(config.METHOD_ELSEWHERE)
+    own = {item.name for item in fields(cls) if item.repr} - set(components.METHOD_ELSEWHERE)
     assert own <= set(vars(schema))
-    method = config.build_method(made)
+    method = components.build_method(made)
     assert type(method) is cls and method == cls(budget=0.5)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_has_a_yaml_and_composes_to_its_class_with_its_defaults(name):
-    made = cell(f"task={name}", "seed=3", "paths.data=null")
-    assert config.build_task(made) == TASKS[name](seed=3)
+    made = cell_of(["seed=3", "paths.data=null"], task=name)
+    assert components.build_task(made) == TASKS[name](seed=3)
 
 
-@pytest.mark.parametrize("name", config.method_classes())
+@pytest.mark.parametrize("name", components.method_classes())
 def test_a_value_that_is_not_the_default_reaches_the_method(name):
-    cls = config.method_classes()[name]
+    cls = components.method_classes()[name]
     for item in fields(cls):
-        if item.name in (*config.METHOD_ELSEWHERE, "preset"):
+        if item.name in (*components.METHOD_ELSEWHERE, "preset"):
             continue
         default = getattr(cls(budget=0.5), item.name)
         if isinstance(default, bool):
@@ -61,21 +68,21 @@ def test_a_value_that_is_not_the_default_reaches_the_method(name):
             expected = cls(**{"budget": 0.5, item.name: value})
         except ValueError:
             continue
-        made = cell(f"method={name}", "budget=0.5", f"method.{item.name}={value}")
-        assert config.build_method(made) == expected
+        made = cell_of(["budget=0.5", f"method.{item.name}={value}"], method=name)
+        assert components.build_method(made) == expected
 
 
 def test_a_preset_fills_only_what_is_not_set():
-    for name, cls in config.method_classes().items():
+    for name, cls in components.method_classes().items():
         for preset in cls.presets:
-            assert config.build_method(cell(f"method={name}", "budget=0.5", f"method.preset={preset}")) == cls(
+            assert components.build_method(cell(f"method={name}", "budget=0.5", f"method.preset={preset}")) == cls(
                 budget=0.5, preset=preset
             )
 
 
 def test_parts_replace_the_methods_own_only_where_chosen():
-    assert config.build_method(cell("method=h2o", "budget=0.5")).allocator is None
-    method = config.build_method(
+    assert components.build_method(cell("method=h2o", "budget=0.5")).allocator is None
+    method = components.build_method(
         cell("method=h2o", "budget=0.5", "allocator=uniform", "prefill=chunked", "prefill.chunk=64")
     )
     assert method.allocator == Uniform() and method.prefill == Chunked(64)
@@ -87,29 +94,29 @@ def test_a_method_that_only_says_how_tokens_are_held_is_a_codec_of_that_name(nam
     own = METHODS[name]().as_codec()
     assert own.name in config.options("codec", FOLDER) and own.name == name.lower()
     beside = "Full" if own.joint else "SnapKV"  # heads held together cannot evict apart
-    method = config.build_method(cell(f"method={beside.lower()}", f"codec={own.name}"))
+    method = components.build_method(cell(f"method={beside.lower()}", f"codec={own.name}"))
     assert method == METHODS[beside](codec=METHODS[name]()) and method.parts().codec == own
 
 
 def test_a_codecs_settings_are_its_own_fields():
-    method = config.build_method(cell("method=snapkv", "budget=0.25", "codec=kivi", "codec.bits=4"))
-    assert method.parts().codec.bits == 4 and config.build_method(cell("method=kivi", "method.bits=4")).bits == 4
+    method = components.build_method(cell("method=snapkv", "budget=0.25", "codec=kivi", "codec.bits=4"))
+    assert method.parts().codec.bits == 4 and components.build_method(cell("method=kivi", "method.bits=4")).bits == 4
     with pytest.raises(ValueError, match="bits=3; valid: 2, 4, 8"):
-        config.build_method(cell("method=snapkv", "codec=kivi", "codec.bits=3"))
+        components.build_method(cell("method=snapkv", "codec=kivi", "codec.bits=3"))
 
 
 def test_a_codecs_setting_where_none_is_chosen_names_the_methods_own():
     with pytest.raises(ConfigCompositionException) as error:
         cell("method=kivi", "codec.bits=3")
-    assert explain(error.value).endswith("bits is a setting of method=kivi: method.bits=3")
+    assert one_line(error.value).endswith("bits is a setting of method=kivi: method.bits=3")
     with pytest.raises(ConfigCompositionException) as error:
         cell("method=snapkv", "codec.bits=3")
-    assert explain(error.value).endswith("choose one, as in codec=NAME codec.bits=3")
+    assert one_line(error.value).endswith("choose one, as in codec=NAME codec.bits=3")
 
 
 def test_int_and_float_budgets_keep_their_type():
-    assert config.build_method(cell("method=random", "budget=64")).budget == 64
-    assert isinstance(config.build_method(cell("method=random", "budget=1.0")).budget, float)
+    assert components.build_method(cell("method=random", "budget=64")).budget == 64
+    assert isinstance(components.build_method(cell("method=random", "budget=1.0")).budget, float)
 
 
 @pytest.mark.parametrize(
@@ -149,16 +156,18 @@ def test_the_demo_is_a_sweep_over_known_methods():
     params = OmegaConf.load(FOLDER / "experiment" / "demo.yaml").hydra.sweeper.params
     assert set(params.method.split(",")) == {"full", "random", "streamingllm", "tova", "h2o", "snapkv"}
     made = cell("experiment=demo")
-    assert made.sweep.name == "demo" and config.build_task(made).lengths == (1000,)
+    assert made.sweep.name == "demo" and components.build_task(made).lengths == (1000,)
 
 
 def test_every_yaml_is_a_choice_that_composes():
     """Experiments and debug set what other groups must have: composed alone; of the others one of each at a time."""
+    composed_above = {*components.method_classes(), *TASKS}
     choices = {group: [] for group in config.GROUPS}
     for group, names in choices.items():
         for path in sorted((FOLDER / group).rglob("*.yaml")):
             name = str(path.relative_to(FOLDER / group).with_suffix(""))
-            if name not in config.AGENTS.get(group, ()):  # wandb's own format
+            known = group in ("method", "task") and name in composed_above
+            if not known and name not in config.AGENTS.get(group, ()):  # wandb's own format
                 names.append(f"{group}={name}")
     for alone in [*choices.pop("experiment"), *choices.pop("debug")]:
         cell(alone)
@@ -171,14 +180,14 @@ def test_the_slope_runs_every_method_from_no_limit_down_to_a_twentieth_on_both_t
     assert params.method == "glob(*,exclude=base_*)"
     budgets = [float(value) for value in params.budget.split(",")]
     assert budgets == [round(1 - 0.05 * number, 2) for number in range(20)]
-    needle, fidelity = (config.build_task(cell("experiment=slope", f"task={t}")) for t in params.task.split(","))
+    needle, fidelity = (components.build_task(cell("experiment=slope", f"task={t}")) for t in params.task.split(","))
     assert (needle.name, needle.lengths) == ("needle", (600,))
     assert (fidelity.name, fidelity.prompt_tokens, fidelity.texts) == ("fidelity", 600, "builtin")
 
 
 def test_the_fidelity_experiment_follows_five_texts_of_2000_tokens():
     made = cell("experiment=fidelity")
-    task = config.build_task(made)
+    task = components.build_task(made)
     assert task.n_texts == 5 and task.prompt_tokens + task.continuation_tokens == 2000
     params = OmegaConf.load(FOLDER / "experiment" / "fidelity.yaml").hydra.sweeper.params
-    assert set(params.method.split(",")) <= set(config.method_classes())
+    assert set(params.method.split(",")) <= set(components.method_classes())

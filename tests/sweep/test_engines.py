@@ -7,13 +7,14 @@ import signal
 import time
 
 import pytest
-from sweeps import SHORT, Runner, cell, cells, forked, left, sweep
+from sweeps import SHORT, cell, cells, forked, left, sweep
 from test_commands import clean_hydra, command  # noqa: F401  (a fixture)
 
 from kvcompress.sweep import record
 from kvcompress.sweep.launcher import engines
+from kvcompress.sweep.launcher.options import Options
 from kvcompress.sweep.launcher.plugin import SharedLauncher
-from kvcompress.sweep.launcher.work import Options
+from kvcompress.sweep.launcher.scheduler import Scheduler
 
 SETTINGS = {
     "joblib": [],
@@ -56,7 +57,7 @@ def test_a_job_that_fails_to_start_leaves_its_cells_failed_and_the_others_finish
                 yield number, sweep([configs[index] for index in part])[0]
 
     configs = [cell(tmp_path, "method=snapkv", "budget=0.5", f"seed={seed}", "limit=1") for seed in range(2)]
-    outcomes = Runner().sweep(configs, Options(), elsewhere)
+    outcomes = Scheduler().sweep(configs, Options(), elsewhere)
     assert [outcome.status for outcome in outcomes] == ["failed", "ok"]
     assert "the node went away" in outcomes[0].note
 
@@ -70,11 +71,40 @@ def test_groups_that_are_finished_are_no_jobs(tmp_path):
         handed.extend(groups)
         yield 0, sweep(configs[1:])[0]
 
-    outcomes = Runner().sweep(configs, Options(), elsewhere)
+    outcomes = Scheduler().sweep(configs, Options(), elsewhere)
     assert handed == [[1]] and [outcome.status for outcome in outcomes] == ["done", "ok"]
 
 
-@pytest.mark.slow
+def test_groups_that_are_left_when_a_worker_is_killed_go_on_one_at_a_time(monkeypatch):
+    """joblib gives up on all that is not done when one of its processes is gone."""
+    joblib = pytest.importorskip("joblib")
+    rounds = []
+
+    class OneDies:
+        def __init__(self, **settings):
+            assert settings["n_jobs"] == 2
+
+        def __call__(self, jobs):
+            rounds.append(list(jobs))
+            for work, arguments, options in rounds[-1]:
+                if arguments[2] == [["killed"]]:
+                    raise RuntimeError("a worker was terminated")
+                yield work(*arguments, **options)
+
+    def ends(part, options):
+        if part == [["exits"]]:
+            raise SystemExit("enough")
+        return part
+
+    monkeypatch.setattr(joblib, "Parallel", OneDies)
+    parts = [[[how]] for how in ("fine", "exits", "killed", "late", "later")]
+    ended = dict(engines.on_joblib(ends, parts, None, 2, {}))
+    assert [ended[number] for number in (0, 3, 4)] == [parts[0], parts[3], parts[4]]
+    assert "SystemExit: enough" in str(ended[1]) and "terminated" in str(ended[2])
+    assert [len(one) for one in rounds] == [5, 1, 1, 1]
+
+
+@pytest.mark.long
 def test_a_worker_that_is_killed_takes_no_other_group_with_it():
     pytest.importorskip("joblib")
 

@@ -15,17 +15,19 @@ import weakref
 
 import pytest
 import torch
+from helpers import examples
 from rich.console import Console
-from sweeps import SHARED, cell, cells, forked, left, sweep
+from sweeps import SHARED, cell, cell_run, cells, forked, left, sweep
 
+from kvcompress.commands.run import summary
 from kvcompress.measure.machine import resident
 from kvcompress.methods import TOVA, KeyDiff, SnapKV
 from kvcompress.models import loading
 from kvcompress.sweep import record, sanity
-from kvcompress.sweep.launcher import work
-from kvcompress.sweep.launcher.cell import Cell
+from kvcompress.sweep.launcher import executor
 from kvcompress.sweep.launcher.lock import Lock, holder
-from kvcompress.sweep.run import Options, Runner, summary
+from kvcompress.sweep.launcher.options import Options
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.sanity import Sanity
 from kvcompress.tasks import Needle
 
@@ -131,7 +133,7 @@ def test_a_task_that_raises_over_one_cell_ends_that_one(tmp_path, monkeypatch, w
 
 def test_a_cell_whose_folder_is_taken_away_fails_and_the_others_finish(tmp_path, monkeypatch):
     append = record.RunFolder.append
-    gone = Cell(cells(tmp_path, "knorm", "0.5")[0]).folder.path
+    gone = cell_run(cells(tmp_path, "knorm", "0.5")[0]).folder.path
 
     def taken_away(folder, row):
         if folder.path == gone:
@@ -153,7 +155,7 @@ def test_a_task_without_its_data_is_refused_and_the_other_task_runs(tmp_path, mo
 
 
 def test_the_prefill_of_a_sample_is_freed_before_the_next_is_made(tmp_path, monkeypatch):
-    made, stock = [], work.prefill_once
+    made, stock = [], executor.prefill_once
 
     def watched(*arguments):
         assert all(one() is None for one in made)
@@ -161,7 +163,7 @@ def test_the_prefill_of_a_sample_is_freed_before_the_next_is_made(tmp_path, monk
         made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(work, "prefill_once", watched)
+    monkeypatch.setattr(executor, "prefill_once", watched)
     outcomes, text = sweep(cells(tmp_path, "snapkv,knorm,tova", "0.5"), Options())
     assert len(made) == 2 and {o.status for o in outcomes} == {"ok"} and "no shared prefill" not in text
 
@@ -237,7 +239,7 @@ def test_killed_at_any_moment_a_sweep_ends_with_what_an_undisturbed_one_leaves(t
     whole, moments = time.monotonic() - start, random.Random(0)
     assert calm.exitcode == 0
     kills = 0
-    while kills < 20:
+    while kills < examples(6, 20):
         process = forked(run_quietly, tmp_path / "cut", tmp_path / "cut.log")
         process.join(moments.uniform(0.02, 0.35) * whole)
         if process.is_alive():
@@ -331,8 +333,8 @@ def test_a_lock_that_is_only_looked_at_is_taken(tmp_path, monkeypatch):
 
 def test_a_cell_that_another_process_has_is_left_to_it(tmp_path):
     configs = cells(tmp_path, "snapkv,tova", "0.5")
-    theirs = Cell(configs[0])
-    assert theirs.claim() is None
+    theirs = cell_run(configs[0])
+    assert theirs.acquire() is None
     outcomes, text = sweep(configs)
     assert {o.method: o.status for o in outcomes} == {"snapkv": "running", "tova": "ok"}
     assert "another process has it" in text
@@ -342,11 +344,11 @@ def test_a_cell_that_another_process_has_is_left_to_it(tmp_path):
 
 def test_a_cell_that_failed_in_another_process_meanwhile_is_not_tried_twice(tmp_path, monkeypatch):
     configs = cells(tmp_path, "snapkv,tova", "0.5")
-    waiting = [Cell(config) for config in configs]
+    waiting = [cell_run(config) for config in configs]
     with monkeypatch.context() as patch:
         break_scorer(patch, SnapKV, ZeroDivisionError())
         sweep(configs)
-    assert [cell.claim().status for cell in waiting] == ["failed", "done"]
+    assert [cell.acquire().status for cell in waiting] == ["failed", "done"]
 
 
 def test_an_unwritable_results_folder_is_said_before_a_model_is_loaded(tmp_path, monkeypatch):
@@ -365,7 +367,7 @@ def test_a_results_folder_of_another_version_is_refused(tmp_path, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_number_of_cells(tmp_path):
-    runner = Runner(Console(file=io.StringIO()))
+    runner = Scheduler(Console(file=io.StringIO()))
     configs = cells(tmp_path, "snapkv,tova,random,keydiff,h2o", "0.5,0.4,0.3,0.2,0.1,0.05")
     runner.sweep(configs[:3])
     after_3 = resident()

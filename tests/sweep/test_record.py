@@ -118,6 +118,20 @@ def test_aggregate_gives_means_medians_and_quartiles():
     assert record.aggregate([row("a")])["score_stderr"] is None
 
 
+def test_all_that_differs_between_samples_is_said_whichever_came_first():
+    first, second = row("a"), row("b")
+    first["out"]["end"] |= {"kernel": "sdpa", "kv": {"storage": "real"}, "step": {"how": "eager", "why": "it evicts"}}
+    second["out"]["end"] |= {
+        "kernel": "blockwise",
+        "kv": {"storage": "simulated"},
+        "step": {"how": "graph", "why": None},
+    }
+    for rows in ([first, second], [second, first], [first, second, first]):
+        found = record.aggregate(rows)
+        assert (found["protocol.kernel"], found["kv.storage"]) == ("blockwise,sdpa", "real,simulated")
+        assert (found["protocol.step"], found["protocol.step_why"]) == ("eager+graph", "it evicts")
+
+
 def test_deltas_are_paired_on_common_samples_and_filled_when_the_baseline_arrives(tmp_path):
     def write(run_id, scorer, rows, **more):
         folder = record.RunFolder(tmp_path, "sweep", run_id)

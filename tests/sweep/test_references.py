@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import all_held, feed
+from helpers import all_held, feed, thinned
 from reference import Loop, LoopH2O, LoopSnapKV, LoopStreamingLLM, LoopTOVA
 from small_models import left_padded, random_ids, small_model
 from transformers import DynamicCache
@@ -68,7 +68,9 @@ def follow(
     if len(lengths) > 1:
         alone = {"lengths": lengths[:1], "later": later[:3], "seed": seed, "sizes": sizes}
         follow(method, loop_class, architecture=architecture, groups=groups, **alone, **loop_options)
-    model, twin = (small_model(architecture, groups=groups, seed=seed, **(sizes or {})) for _ in range(2))
+    model, twin = (
+        small_model(architecture, groups=groups, seed=seed, **(sizes or {}), fresh=fresh) for fresh in (False, True)
+    )
     ids, mask = left_padded(lengths, seed)
     width, adopted, decisions = ids.shape[1], 0, 0
     with compress(model, method) as session, loop_class(twin, method.budget, **loop_options) as loop:
@@ -88,8 +90,10 @@ def follow(
     return loop
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("options", [{}, {"group_reduce": "max", "recent_share": 0.25}, {"recent_share": 0.0}])
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    thinned(GROUPS, [{}, {"group_reduce": "max", "recent_share": 0.25}, {"recent_share": 0.0}], every=3),
+)
 def test_h2o_keeps_what_the_loop_keeps(groups, options):
     """H2O accumulates attention mass over prompt and decode and drops one token per head and step."""
     loop = follow(H2O(budget=BUDGET, **options), LoopH2O, groups=groups, **options)
@@ -159,8 +163,7 @@ SNAP = [
 ]
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("options", SNAP)
+@pytest.mark.parametrize(("groups", "options"), thinned(GROUPS, SNAP, every=3))
 def test_snapkv_keeps_what_the_loop_keeps(groups, options):
     """SnapKV ranks the prefix by the pooled attention of the window; decoded tokens are appended."""
     options = {"window": 3, "kernel": 7, "pooling": "max", **options}
@@ -216,7 +219,7 @@ def test_later_turns_keep_what_the_loop_keeps(method, loop_class, options, budge
 )
 def test_chunks_keep_what_the_loop_keeps(method, loop_class, options):
     """A prompt in chunks, evicting between them, equals the loop fed chunk by chunk."""
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     ids, mask = left_padded([24, 15])
     budget = BUDGET
     with compress(model, method(budget=budget, prefill=Chunked(chunk=8), **options)) as session:
@@ -249,7 +252,7 @@ def rotate_half_keys(model: Any, keys: torch.Tensor, positions: torch.Tensor) ->
 @torch.no_grad()
 def test_compact_positions_equal_fresh_rotations_of_raw_keys():
     """With compact positions each step equals the stock model over a short cache of raw keys rotated to 0, 1, …"""
-    model, twin = small_model(), small_model()
+    model, twin = small_model(), small_model(fresh=True)
     sinks, budget, steps = 2, 8, 3 * 8
     ids, tokens = random_ids(1, 14), random_ids(1, steps, 5)
     raw: dict[int, list[torch.Tensor]] = {i: [] for i in range(3)}

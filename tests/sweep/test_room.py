@@ -9,10 +9,10 @@ import torch
 from sweeps import SHARED, TOGETHER, cells, left, sweep
 
 from kvcompress.hook import joint_decoding
-from kvcompress.hook.joint_decoding import Batch, Member
+from kvcompress.hook.joint_decoding import Batch, BatchedSession
 from kvcompress.sweep import record
-from kvcompress.sweep.launcher import memory_plan, work
-from kvcompress.sweep.run import Options
+from kvcompress.sweep.launcher import memory_plan, strategies
+from kvcompress.sweep.launcher.options import Options
 
 METHODS, BUDGETS = "full,snapkv,knorm,random,adakv", "0.5,0.25,0.1,64"
 
@@ -32,7 +32,7 @@ def storages(what, found, seen):
             storages(value, found, seen)
     elif type(what).__module__.startswith("kvcompress"):
         for name, value in vars(what).items():
-            if name not in ("model", "batch", "baton", "owner"):
+            if name not in ("model", "batch", "handoff", "owner"):
                 storages(value, found, seen)
 
 
@@ -41,7 +41,7 @@ def peak(monkeypatch):
     """The most bytes that a shared prefill, the cells that start from it and their rows held at any decode step."""
     now = SimpleNamespace(bytes=0, cells=0, turns=[])
     members, shared = [], []
-    step, run, enter = Batch.step, work.decode_together, Member.__enter__
+    step, run, enter = Batch.step, strategies.decode_together, BatchedSession.__init__
 
     def watched(batch, asked):
         logits = step(batch, asked)
@@ -58,13 +58,13 @@ def peak(monkeypatch):
         now.turns.append(len(jobs))
         return run(model, jobs, prefill, kernel)
 
-    def entered(member):
+    def entered(member, *args):
         members.append(member)
-        return enter(member)
+        enter(member, *args)
 
     monkeypatch.setattr(Batch, "step", watched)
-    monkeypatch.setattr(Member, "__enter__", entered)
-    monkeypatch.setattr(work, "decode_together", turn)
+    monkeypatch.setattr(BatchedSession, "__init__", entered)
+    monkeypatch.setattr(strategies, "decode_together", turn)
     return now
 
 
@@ -84,14 +84,14 @@ def test_what_cells_hold_at_once_is_within_the_limit(tmp_path, peak):
 
 def test_what_is_reckoned_for_a_turn_covers_what_it_holds_and_little_more(tmp_path, peak, monkeypatch):
     """A limit that was reckoned too large would make cells take turns for nothing."""
-    reckoned, stock = [], memory_plan.turns
+    reckoned, stock = [], memory_plan.split_to_fit
 
     def watched(cells, shared, new, memory):
-        rows = sum(memory_plan.of_cell(cell.method, shared, new, 2) for cell in cells)
-        reckoned.append(memory_plan.of_prefill(shared) + rows)
+        rows = sum(memory_plan.cell_bytes(cell.spec.method, shared, new, 2) for cell in cells)
+        reckoned.append(memory_plan.prefill_bytes(shared) + rows)
         return stock(cells, shared, new, memory)
 
-    monkeypatch.setattr(work, "turns", watched)
+    monkeypatch.setattr(strategies, "split_to_fit", watched)
     sweep(cells(tmp_path, "snapkv,knorm,adakv", "0.9,0.8", "limit=1"), TOGETHER)
     assert 0.75 * reckoned[0] < peak.bytes <= reckoned[0]
 
@@ -104,7 +104,7 @@ def test_a_cell_whose_turn_is_its_own_says_that_it_was_for_memory(tmp_path):
 
 def test_a_limit_below_the_full_cache_and_one_cell_is_said_once_and_cells_run_one_at_a_time(tmp_path, monkeypatch):
     made, stock = [], joint_decoding.decode_together
-    monkeypatch.setattr(work, "decode_together", lambda *a: made.append(len(a[1])) or stock(*a))
+    monkeypatch.setattr(strategies, "decode_together", lambda *a: made.append(len(a[1])) or stock(*a))
     outcomes, text = sweep(cells(tmp_path, "snapkv,knorm", "0.5,0.2"), Options(memory=1000))
     assert {o.status for o in outcomes} == {"ok"} and made == [1] * 8
     assert text.count("the full cache and one cell take") == 1

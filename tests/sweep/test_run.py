@@ -14,9 +14,12 @@ import torch
 from composed import composed
 from rich.console import Console
 
+from kvcompress.commands.run import main, summary
 from kvcompress.common import hashing
-from kvcompress.sweep import config, record, run
-from kvcompress.sweep.run import Outcome, Runner, summary
+from kvcompress.models import loading
+from kvcompress.sweep import cell_spec, components, record
+from kvcompress.sweep.launcher.scheduler import Scheduler
+from kvcompress.sweep.outcome import Outcome
 from kvcompress.tasks import Needle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,11 +44,11 @@ def cell(tmp_path):
 
 @pytest.fixture
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def identity(made):
-    return hashing.digest(run.identity(made, config.build_method(made), config.build_task(made)))
+    return hashing.digest(cell_spec.identity(made, components.build_method(made), components.build_task(made)))
 
 
 def count_samples(monkeypatch, stop_after=None):
@@ -81,24 +84,24 @@ def test_interrupted_after_two_of_four_samples_exactly_two_are_run_again(cell, m
     first = count_samples(monkeypatch, stop_after=2)
     made = cell("method=snapkv", "budget=0.5")
     with pytest.raises(KeyboardInterrupt):
-        Runner(Console(file=io.StringIO()))(made)
+        Scheduler(Console(file=io.StringIO()))(made)
     monkeypatch.undo()
     folder = record.RunFolder(Path(made.paths.results), "test", identity(made))
     assert folder.record()["status"] == "partial" and folder.record()["n_samples"] == 2
     again = count_samples(monkeypatch)
-    outcome = Runner(Console(file=io.StringIO()))(made)
+    outcome = Scheduler(Console(file=io.StringIO()))(made)
     assert outcome.status == "ok" and outcome.record["n_samples"] == 4
     assert len(again) == 2 and not set(first) & set(again)
 
 
 def test_a_finished_cell_is_not_run_again_unless_it_is_stale_and_asked_for(cell, monkeypatch):
     def outcome(*overrides):
-        return Runner(Console(file=io.StringIO()))(cell("method=random", "budget=0.5", *overrides)).status
+        return Scheduler(Console(file=io.StringIO()))(cell("method=random", "budget=0.5", *overrides)).status
 
     assert outcome() == "ok"
     done = count_samples(monkeypatch)
     assert outcome() == "done" and not done
-    monkeypatch.setattr(record, "source_hash", lambda: "other")
+    monkeypatch.setattr(hashing, "source_hash", lambda: "other")
     assert outcome() == "stale" and not done
     assert outcome("resume=any") == "done" and not done
     assert outcome("resume=refresh") == "ok" and len(done) == 4
@@ -141,7 +144,7 @@ def test_changing_what_cannot_change_the_result_keeps_the_run_id(cell, override)
 def test_task_and_metric_versions_are_in_the_run_id(cell, monkeypatch):
     made = cell("method=full")
     before = identity(made)
-    task = type(config.build_task(made))
+    task = type(components.build_task(made))
     for name in ("version", "metric_version"):
         monkeypatch.setattr(task, name, "99")
         assert identity(made) != before
@@ -150,16 +153,16 @@ def test_task_and_metric_versions_are_in_the_run_id(cell, monkeypatch):
 
 def test_a_fault_is_recorded_with_its_traceback_and_the_next_cell_runs(cell, runner, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(type(config.build_task(cell())), "run", lambda *_: 1 / 0)
+        patch.setattr(type(components.build_task(cell())), "run", lambda *_: 1 / 0)
         broken = runner(cell("method=random", "budget=0.5"))
     assert broken.status == "failed" and "ZeroDivisionError" in broken.record["error"] and broken.failed
     with monkeypatch.context() as patch:
         patch.setattr(
-            type(config.build_task(cell())), "run", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
+            type(components.build_task(cell())), "run", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))
         )
         assert runner(cell("method=random", "budget=0.25")).status == "oom"
     assert runner(cell("method=random", "budget=0.1")).status == "ok"
-    again = Runner(Console(file=io.StringIO()))(cell("method=random", "budget=0.5"))
+    again = Scheduler(Console(file=io.StringIO()))(cell("method=random", "budget=0.5"))
     assert again.status == "ok" and again.record["error"] is None
 
 
@@ -178,7 +181,7 @@ def test_a_fault_is_recorded_with_its_traceback_and_the_next_cell_runs(cell, run
     ],
 )
 def test_an_illegal_cell_is_refused_before_a_model_is_loaded(cell, runner, monkeypatch, tmp_path, overrides, says):
-    monkeypatch.setattr(run.models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     outcome = runner(cell(*overrides))
     assert outcome.status == ("dropped" if says in PAIRS else "refused") and says in outcome.note
     assert summary([outcome], Console(file=io.StringIO())) == 1, "there is no other cell"
@@ -208,7 +211,7 @@ def test_why_a_cell_is_refused_is_printed_once(cell, tmp_path):
     """Alone it is the last that is said; beside others it is named again, without the reason."""
     for others in ([], [cell("method=random", "budget=0.5", "limit=1")]):
         console = Console(file=io.StringIO(), width=200)
-        runner = Runner(console)
+        runner = Scheduler(console)
         runner.sweep([cell("method=snapkv", "budget=10"), *others])
         assert summary(runner.outcomes, console) == (0 if others else 1)
         said = console.file.getvalue()
@@ -287,6 +290,6 @@ def test_command_line_sweeps_and_drops_pairs_that_do_not_go_together_with_a_note
 
 
 def test_command_line_names_the_valid_methods_and_exits_2(tmp_path, capsys):
-    code = run.main(["method=snapvk", "budget=0.5", *SHORT, f"paths.results={tmp_path}"])
+    code = main(["method=snapvk", "budget=0.5", *SHORT, f"paths.results={tmp_path}"])
     text = " ".join(capsys.readouterr().err.split())
     assert code == 2 and "did you mean snapkv?" in text and "streamingllm" in text

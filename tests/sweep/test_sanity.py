@@ -11,11 +11,12 @@ from composed import composed
 from rich.console import Console
 from test_rows import ROWS, write
 
-from kvcompress.data import grading
 from kvcompress.data.task import Sample, Turn
+from kvcompress.data.thinking import unfinished
 from kvcompress.models.random_models import byte_tokenizer
 from kvcompress.sweep import sanity
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.model_pool import ModelPool
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import TASKS, Needle
 
 TOKENIZER = byte_tokenizer()
@@ -107,11 +108,11 @@ def cell(tmp_path):
 
 
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def test_a_cell_with_impossible_answers_fails_before_its_model_is_loaded(cell, tmp_path, monkeypatch):
-    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     row = {"input": "", "context": "x", "answers": ["Part 3"], "all_classes": None, "length": 1}
     (tmp_path / "passage_retrieval_en.jsonl").write_text(json.dumps(row) + "\n")
     outcome = runner()(cell("task=longbench/passage_retrieval_en", f"task.source={tmp_path}"))
@@ -124,8 +125,8 @@ def test_a_cell_with_impossible_answers_fails_before_its_model_is_loaded(cell, t
 def test_a_chat_template_that_is_not_there_is_said_before_a_model_is_loaded(cell, tmp_path, monkeypatch, task):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    monkeypatch.setattr(Runner, "_tokenizer", lambda *_: tokenizer)
-    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     row = {"input": "Who?", "context": "x", "answers": ["Ann"], "all_classes": None, "length": 1, "question": "?",
            "answer": "#### 3"}  # fmt: skip
     (tmp_path / "qasper.jsonl").write_text(json.dumps(row) + "\n")
@@ -162,9 +163,9 @@ def test_records_and_samples_say_what_was_checked_and_how_prompts_begin_and_end(
 
 
 def test_a_thinking_part_that_does_not_end_is_counted(cell, monkeypatch):
-    assert grading.unfinished("<think> so") and not grading.unfinished("<think> so </think> 7")
-    assert grading.unfinished("so", thinking=True) and not grading.unfinished("so </think> 7", thinking=True)
-    stock = Runner._load
+    assert unfinished("<think> so") and not unfinished("<think> so </think> 7")
+    assert unfinished("so", thinking=True) and not unfinished("so </think> 7", thinking=True)
+    stock = ModelPool.load
 
     def opened(*args):
         model, tokenizer = stock(*args)
@@ -174,7 +175,7 @@ def test_a_thinking_part_that_does_not_end_is_counted(cell, monkeypatch):
     def tokenizer(*args):
         return opened(*args)[1]
 
-    monkeypatch.setattr(Runner, "_load", opened)
-    monkeypatch.setattr(Runner, "_tokenizer", tokenizer)
+    monkeypatch.setattr(ModelPool, "load", opened)
+    monkeypatch.setattr(ModelPool, "tokenizer", tokenizer)
     asked = ["task.lengths=[500]", "task.depths=[0.5]", "task.max_new_tokens=2", "task.answer_prefix=false"]
     assert runner()(cell(*asked)).record["protocol.unfinished_share"] == 1.0

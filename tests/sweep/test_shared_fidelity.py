@@ -7,7 +7,7 @@ import io
 from composed import composed
 from rich.console import Console
 
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import Fidelity
 
 SHORT = ("model=random", "task=fidelity", "task.prompt_tokens=80", "task.continuation_tokens=10", "task.n_texts=2")
@@ -32,11 +32,11 @@ def test_shared_cells_measure_what_they_measure_alone_with_one_reference_per_tex
     calls = []
     reference = Fidelity.reference
     monkeypatch.setattr(Fidelity, "reference", lambda *a: calls.append(a) or reference(*a))
-    shared = Runner(Console(file=io.StringIO())).sweep(cells(tmp_path / "shared"))
+    shared = Scheduler(Console(file=io.StringIO())).sweep(cells(tmp_path / "shared"))
     assert len(calls) == 2 and any(o.record.get("protocol.shared") for o in shared)
     alone = []
     for one in cells(tmp_path / "alone"):
-        alone.append(Runner(Console(file=io.StringIO()))(one))
+        alone.append(Scheduler(Console(file=io.StringIO()))(one))
     assert len(drift(shared)) == 7 and drift(shared) == drift(alone)
 
 
@@ -45,6 +45,6 @@ def test_a_reference_that_fails_is_a_fault_of_every_cell(tmp_path, monkeypatch):
         raise RuntimeError("no reference")
 
     monkeypatch.setattr(Fidelity, "reference", broken)
-    outcomes = Runner(Console(file=io.StringIO())).sweep(cells(tmp_path))
+    outcomes = Scheduler(Console(file=io.StringIO())).sweep(cells(tmp_path))
     assert {o.status for o in outcomes if o.status != "same"} == {"failed"}
     assert all("no reference" in o.note for o in outcomes if o.status == "failed")

@@ -6,41 +6,53 @@ import pytest
 from sweeps import ALONE, SHARED, TOGETHER, cell, cells, left, sweep
 
 from kvcompress.sweep import record
-from kvcompress.sweep.launcher import work
+from kvcompress.sweep.launcher import executor
 
 METHODS = "full,snapkv,pyramidkv,adakv,cake,h2o,tova,keydiff,random"
+PROTOCOLS = {
+    "seen": ("task.question=seen",),
+    "hidden": ("task.question=hidden",),
+    "classic": ("task.form=classic", "task.haystack=essay", "task.essays=builtin"),
+}
 
 
 @pytest.mark.parametrize(
-    "protocol",
+    ("protocol", "methods", "budgets"),
     [
-        ("task.question=seen",),
-        ("task.question=hidden",),
-        ("task.form=classic", "task.haystack=essay", "task.essays=builtin"),
+        ("seen", METHODS, "0.2,64"),
+        ("hidden", "full,snapkv,adakv,h2o", "0.2,64"),
+        ("classic", "full,snapkv,cake", "0.2"),
+        *(pytest.param(name, METHODS, "0.5,0.2,64", marks=pytest.mark.long) for name in PROTOCOLS),
     ],
-    ids=["seen", "hidden", "classic"],
 )
-def test_scores_tokens_and_what_is_kept_equal_those_of_cells_run_alone(tmp_path, protocol):
+def test_scores_tokens_and_what_is_kept_equal_those_of_cells_run_alone(tmp_path, protocol, methods, budgets):
     for folder, options in (("alone", ALONE), ("shared", SHARED)):
-        outcomes, text = sweep(cells(tmp_path / folder, METHODS, "0.5,0.2,64", *protocol), options)
+        outcomes, text = sweep(cells(tmp_path / folder, methods, budgets, *PROTOCOLS[protocol]), options)
         assert {outcome.status for outcome in outcomes} <= {"ok", "same"}, text
     alone, shared = left(tmp_path / "alone"), left(tmp_path / "shared")
-    assert len(alone) == 8 * 3 + 1
+    assert len(alone) == methods.count(",") * (budgets.count(",") + 1) + 1
     assert alone == shared
+
+
+def test_cells_of_scorers_over_another_share_and_equal_those_run_alone(tmp_path):
+    for folder, options in (("alone", ALONE), ("shared", SHARED)):
+        _, text = sweep(cells(tmp_path / folder, "chunkkv,criticalkv", "0.5", "task.question=seen"), options)
+    assert "2 cells share each prefill" in text and "runs alone" not in text
+    assert left(tmp_path / "alone") == left(tmp_path / "shared")
 
 
 def test_each_sample_is_prefilled_once_for_all_cells_that_share(tmp_path, monkeypatch):
     made = []
-    stock = work.prefill_once
-    monkeypatch.setattr(work, "prefill_once", lambda *a: made.append(a[2]) or stock(*a))
+    stock = executor.prefill_once
+    monkeypatch.setattr(executor, "prefill_once", lambda *a: made.append(a[2]) or stock(*a))
     sweep(cells(tmp_path, "full,snapkv,tova", "0.5,0.2"))
     assert len(made) == 2 and made[0].window == 32 and not made[0].mass
 
 
 def test_methods_that_sum_up_attention_mass_share_among_themselves(tmp_path, monkeypatch):
     made = []
-    stock = work.prefill_once
-    monkeypatch.setattr(work, "prefill_once", lambda *a: made.append(a[2].mass) or stock(*a))
+    stock = executor.prefill_once
+    monkeypatch.setattr(executor, "prefill_once", lambda *a: made.append(a[2].mass) or stock(*a))
     _, text = sweep(cells(tmp_path, "snapkv,h2o", "0.5,0.2"))
     assert sorted(made) == [False, False, True, True] and text.count("2 cells share each prefill") == 2
     made.clear()
@@ -98,7 +110,7 @@ def test_a_prefill_that_fails_leaves_its_cells_to_their_own(tmp_path, monkeypatc
     def broken(*_):
         raise MemoryError("full")
 
-    monkeypatch.setattr(work, "prefill_once", broken)
+    monkeypatch.setattr(executor, "prefill_once", broken)
     outcomes, text = sweep(cells(tmp_path / "broken", "snapkv,tova", "0.5"))
     assert [outcome.status for outcome in outcomes] == ["ok", "ok"] and "no shared prefill (MemoryError: full)" in text
     monkeypatch.undo()
@@ -116,8 +128,8 @@ def test_one_cell_more_of_a_finished_sweep_runs_as_it_would_have_among_the_other
 def test_cells_with_codecs_share_a_plain_prefill_and_encode_after_the_fork(tmp_path, monkeypatch):
     """Records equal those of cells run alone, but for how they decoded; why these decode apart is in the record."""
     made = []
-    stock = work.prefill_once
-    monkeypatch.setattr(work, "prefill_once", lambda *a: made.append(a) or stock(*a))
+    stock = executor.prefill_once
+    monkeypatch.setattr(executor, "prefill_once", lambda *a: made.append(a) or stock(*a))
     runs = {}
     for folder, options in (("alone", ALONE), ("together", TOGETHER)):
         configs = [

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from composed import composed
-from helpers import EVICTING, make
+from helpers import every_method, make
 from rich.console import Console
 from safetensors.torch import save_file
 from small_models import random_ids, small_model
 
 from kvcompress import compress, load
-from kvcompress.data.divergence import compare
+from kvcompress.data.divergence import token_divergence
 from kvcompress.data.task import Sample, Turn
 from kvcompress.method import Method, Schedule
 from kvcompress.methods import H2O, Full, SnapKV
 from kvcompress.models.random_models import byte_tokenizer
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.references import FOLDER, References, _read
-from kvcompress.sweep.run import Runner
 from kvcompress.tasks import Fidelity
 
 SHORT = {"prompt_tokens": 60, "continuation_tokens": 12, "n_texts": 2}
@@ -49,7 +49,7 @@ def test_divergence_agreement_and_perplexity_equal_a_loop_over_the_vocabulary():
     generator = torch.Generator().manual_seed(0)
     full, ours = (3 * torch.randn(5, 7, generator=generator) for _ in range(2))
     tokens = [0, 3, 6, 2, 2]
-    found = compare(full, ours, torch.tensor(tokens))
+    found = token_divergence(full, ours, torch.tensor(tokens))
     for i, token in enumerate(tokens):
         p, q = ([math.exp(x) for x in row[i].tolist()] for row in (full, ours))
         p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
@@ -58,19 +58,19 @@ def test_divergence_agreement_and_perplexity_equal_a_loop_over_the_vocabulary():
         assert found["agree"][i] == (p.index(max(p)) == q.index(max(q)))
         assert found["nll"][i] == pytest.approx(-math.log(q[token]), abs=1e-5)
         assert found["nll_full"][i] == pytest.approx(-math.log(p[token]), abs=1e-5)
-    assert max(compare(full, full, torch.tensor(tokens))["kl"]) == 0.0
+    assert max(token_divergence(full, full, torch.tensor(tokens))["kl"]) == 0.0
 
 
 def test_a_token_the_full_model_rules_out_adds_nothing_and_logits_that_are_no_numbers_are_refused():
     full = torch.tensor([[0.0, 1.0, -math.inf]])
-    found = compare(full, torch.tensor([[0.0, 1.0, -50.0]]), torch.tensor([1]))
+    found = token_divergence(full, torch.tensor([[0.0, 1.0, -50.0]]), torch.tensor([1]))
     assert found["kl"][0] == pytest.approx(0.0, abs=1e-9)
     with pytest.raises(ValueError, match="not numbers"):
-        compare(full, torch.full((1, 3), math.nan), torch.tensor([1]))
+        token_divergence(full, torch.full((1, 3), math.nan), torch.tensor([1]))
 
 
 @pytest.mark.parametrize("source", ["text", "generation"])
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_at_budget_one_no_method_drifts_and_below_it_all_do(name, source):
     model = small_model()
     sample = sample_of(source=source)
@@ -91,7 +91,7 @@ def test_what_is_compared_at_each_token_are_the_logits_of_plain_decode_steps(met
         rows = [session.prefill(torch.tensor([sample.segments[0]])).logits]
         rows += [session.step(torch.tensor([[token]])) for token in tokens[:-1]]
         steps, end = torch.cat(rows), session.report()["kv"]
-    found = compare(sample.reference["logits"], steps, torch.tensor(tokens))
+    found = token_divergence(sample.reference["logits"], steps, torch.tensor(tokens))
     for key, values in found.items():
         assert out["positions"][key] == pytest.approx(values, abs=2e-5)
     spare = "bytes_allocated"  # buffers grow by what comes at once
@@ -213,7 +213,7 @@ def cell(tmp_path):
 
 @pytest.fixture
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def test_one_run_of_the_full_model_per_text_serves_all_cells(cell, runner, tmp_path, monkeypatch):
@@ -315,8 +315,9 @@ def test_tasks_without_a_reference_get_none(tmp_path):
 
 
 @pytest.mark.model
-def test_on_the_embedded_model_budget_one_is_the_full_model_and_a_tenth_is_not():
-    model, tokenizer = load("smollm2", device="cpu")
+@pytest.mark.long
+def test_on_the_embedded_model_budget_one_is_the_full_model_and_a_tenth_is_not(smollm2):
+    model, tokenizer = smollm2
     sample = next(iter(Fidelity(prompt_tokens=200, continuation_tokens=16, n_texts=1).samples(tokenizer)))
     _, same, _ = measured(model, H2O(budget=1.0), sample)
     _, drifted, _ = measured(model, H2O(budget=0.1), sample)

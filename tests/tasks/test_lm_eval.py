@@ -4,8 +4,11 @@ import importlib.util
 import json
 import logging
 import shutil
+from functools import cache
+from pathlib import Path
 
 import pytest
+from helpers import LONG
 from small_models import small_model
 from sweeps import ALONE, SHARED, sweep
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvcompress import load
 from kvcompress.methods import H2O, Random, SnapKV
-from kvcompress.sweep import config
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep import components, config
+from kvcompress.sweep.launcher.model_pool import ModelPool
 from kvcompress.tasks import LMEval
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvcompress[eval]'")
@@ -24,6 +27,7 @@ from lm_eval import evaluator  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
+from kvcompress.data import lm_eval_index
 from kvcompress.data.lm_eval_encoding import Encoding
 from kvcompress.lm_eval import CompressedLM
 
@@ -101,8 +105,16 @@ def own(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
     patch.setattr(evaluator, "add_env_info", lambda results: None)  # asks the machine for seconds
+    patch.setattr(lm_eval_index, "manager", cache(lm_eval_index.manager.__wrapped__ if LONG else few_published))
     yield folder
     patch.undo()
+
+
+def few_published(include_path, published=True):
+    """An index of one's own tasks and one published: that of all 14,000 takes a dozen seconds, and is for `--long`."""
+    places = [include_path] if include_path else []
+    places += [str(Path(lm_eval.tasks.__file__).parent / "hellaswag")] if published else []
+    return TaskManager(include_path=places, include_defaults=False)
 
 
 def source(path):
@@ -192,7 +204,7 @@ def test_requests_longer_than_the_model_are_cut_as_lm_evals_own_model_cuts_them(
 
 
 @pytest.mark.model
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_with_nothing_dropped_equals_lm_evals_own_model(smollm2, manager):
     model, tokenizer = smollm2
     names = ("own_choice", "own_border", "own_empty", "own_write")
@@ -316,7 +328,7 @@ def test_errors_of_metrics_and_values_of_groups_are_lm_evals(own, manager, tmp_p
 def test_examples_before_a_document_are_those_lm_eval_draws(own, manager, tmp_path):
     task = composed(tmp_path, own, "task.num_fewshot=2", tasks="own_choice,own_write")
     _, tokenizer = load("random/llama")
-    samples = list(config.build_task(task).samples(tokenizer))
+    samples = list(components.build_task(task).samples(tokenizer))
     for name, theirs in manager.load(["own_choice", "own_write"])["tasks"].items():
         theirs.set_config("num_fewshot", 2)
         theirs.set_fewshot_seed(1234)
@@ -324,7 +336,7 @@ def test_examples_before_a_document_are_those_lm_eval_draws(own, manager, tmp_pa
         contexts = list(dict.fromkeys(request.args[0] for request in theirs.instances))
         mine = [sample.asked[0][0].context for sample in samples if sample.meta["task"] == name]
         assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in mine] == contexts
-    again = list(config.build_task(task).samples(tokenizer))
+    again = list(components.build_task(task).samples(tokenizer))
     assert [sample.asked for sample in again] == [sample.asked for sample in samples]
 
 
@@ -379,7 +391,7 @@ def test_what_is_finished_of_a_task_is_not_asked_again(own, tmp_path, monkeypatc
 def test_the_run_id_changes_with_data_and_yaml_and_not_with_the_place(own, tmp_path):
     def run_id(folder):
         tasks = composed(tmp_path, folder, tasks="own_write")
-        return config.build_task(tasks).fingerprint()
+        return components.build_task(tasks).fingerprint()
 
     other = tmp_path / "elsewhere"
     other.mkdir()
@@ -398,7 +410,7 @@ def test_the_run_id_changes_with_data_and_yaml_and_not_with_the_place(own, tmp_p
 
 def refused(configuration, monkeypatch):
     """Why a cell is refused; no model may be loaded."""
-    monkeypatch.setattr(Runner, "_load", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *a: pytest.fail("a model was loaded"))
     (outcome,), _ = sweep([configuration])
     assert outcome.status == "refused"
     return outcome.note

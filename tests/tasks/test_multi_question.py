@@ -9,18 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 from composed import composed
-from helpers import EVICTING, make
+from helpers import every_method, make
 from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
 from kvcompress import compress, load
+from kvcompress.commands.report import main as report
 from kvcompress.common.prose import Encoder
-from kvcompress.data.haystack import follow_up, frame
+from kvcompress.data.haystack import follow_up, prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.method import Method
 from kvcompress.models.random_models import byte_tokenizer
-from kvcompress.report.cli import main as report
-from kvcompress.sweep.run import Runner
+from kvcompress.report.table import title
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import MultiQuestion
 
 TOKENIZER = byte_tokenizer()
@@ -46,7 +47,7 @@ def sample(turns, stop=STOP):
     return Sample("s", (ids(40),), questions, {"question": "hidden", "turns": turns})
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", every_method())
 def test_questions_asked_apart_get_the_answers_of_questions_asked_alone(name):
     asked, method = sample("independent"), make(name, 0.4)
     together = run(method, asked)
@@ -139,7 +140,7 @@ def test_the_context_and_the_first_question_do_not_depend_on_how_the_others_foll
 def test_a_later_question_is_a_message_of_its_own():
     """Context, answer and next question make the text that the chat template makes of the conversation."""
     encode = Encoder(TOKENIZER)
-    first = frame(TOKENIZER, encode, "A story.", " Who?", "", "chat")
+    first = prompt_template(TOKENIZER, encode, "A story.", " Who?", "", "chat")
     later = follow_up(TOKENIZER, encode, "Where?", "", "chat")
     chat = [{"role": "user", "content": "A story. Who?"}, {"role": "assistant", "content": "Ann"}]
     chat.append({"role": "user", "content": "Where?"})
@@ -239,7 +240,7 @@ def cells(tmp_path):
 
 
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def test_records_say_how_the_questions_were_asked_and_boards_keep_them_apart(cells, tmp_path, capsys):
@@ -256,6 +257,21 @@ def test_records_say_how_the_questions_were_asked_and_boards_keep_them_apart(cel
     report([str(tmp_path)])
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("3 questions, independent") == shown.count("3 questions, session") == 1
+
+
+def test_lengths_are_stated_only_where_contexts_are_made_to_have_them(tmp_path):
+    assert MultiQuestion(lengths=(900, 1800)).stated_lengths() == (900, 1800)
+    assert MultiQuestion(form="rows", source="rows.jsonl").stated_lengths() == ()
+    assert MultiQuestion(form="kv_retrieval").stated_lengths() == ()
+
+
+def test_the_heading_of_rows_of_a_file_states_no_length(cells, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"context": "Ann is 7.", "questions": [{"question": "Who?", "answer": "Ann"}]}) + "\n")
+    (one,) = cells(["task.form=rows", f"task.source={path}", "method=full"])
+    outcome = runner()(one)
+    assert outcome.status == "ok" and outcome.record["protocol.lengths"] is None, outcome.note
+    assert "tokens" not in title(dict(outcome.record))
 
 
 @pytest.mark.parametrize("turns", ["independent", "session", "gold"])

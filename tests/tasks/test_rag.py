@@ -13,17 +13,18 @@ from test_kvstore import Rounding
 from test_longbench import CHAT, bpe
 
 from kvcompress import compress, load
+from kvcompress.commands.report import main as report
 from kvcompress.common.prose import Encoder
 from kvcompress.data import passages
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.method import Method
 from kvcompress.methods import CacheBlend, Full, SnapKV
 from kvcompress.report import reuse
-from kvcompress.report.cli import main as report
 from kvcompress.reuse import kv_store
 from kvcompress.reuse.prefix import PrefixReuse
 from kvcompress.sweep import record
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep.launcher.model_pool import ModelPool
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import Rag
 from kvcompress.tasks.rag import PREFIX, WAYS, answer_of, f1
 
@@ -424,9 +425,9 @@ def test_a_model_that_prefix_reuse_cannot_serve_says_how_to_go_without(musique):
 
 @pytest.mark.parametrize("dry", ["false", "true"])
 def test_a_limit_without_room_for_passages_ends_the_cell_before_a_model_is_loaded(tmp_path, musique, monkeypatch, dry):
-    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     common = [f"paths.results={tmp_path}/results", f"task.source={musique}", "model=random/llama", "task=rag"]
-    (outcome,) = Runner(Console(file=(tmp_path / "log").open("w"))).sweep(
+    (outcome,) = Scheduler(Console(file=(tmp_path / "log").open("w"))).sweep(
         [composed(*common, "method=cacheblend", "task.max_tokens=120", f"dry={dry}")]
     )
     assert outcome.status == "failed" and "raise task.max_tokens" in outcome.note
@@ -437,7 +438,7 @@ def test_one_command_sweeps_ratios_and_the_records_say_what_was_reused(tmp_path,
     common = [f"paths.results={tmp_path}/results", f"task.source={musique}", "task.answer_tokens=4"]
     common += ["model=random/llama", "task.max_tokens=null", "experiment=rag", "hydra.mode=RUN"]
     cells = [composed(*common, own) for own in ("method.ratio=0.0", "method.ratio=1.0", "method=full")]
-    runner = Runner(console)
+    runner = Scheduler(console)
     with without_peaks():
         outcomes = runner.sweep(cells)
     assert [outcome.status for outcome in outcomes] == ["ok"] * 3, [o.record.get("error") for o in outcomes]

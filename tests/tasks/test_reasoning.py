@@ -12,13 +12,14 @@ from rich.console import Console
 
 import kvcompress.conf
 from kvcompress import compress, load
+from kvcompress.commands.report import main as report
 from kvcompress.common import hashing
 from kvcompress.data import grading, hub, reasoning
 from kvcompress.methods import RKV
 from kvcompress.models.random_models import byte_tokenizer
-from kvcompress.report.cli import main as report
-from kvcompress.sweep import config, run
-from kvcompress.sweep.run import Runner
+from kvcompress.sweep import cell_spec, components, config
+from kvcompress.sweep.launcher.model_pool import ModelPool
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.tasks import AIME24, GSM8K, MATH500, TASKS
 from kvcompress.tasks.fidelity import read_texts
 
@@ -54,7 +55,7 @@ def cell(tmp_path):
 
 @pytest.fixture
 def runner():
-    return Runner(Console(file=io.StringIO()))
+    return Scheduler(Console(file=io.StringIO()))
 
 
 def test_a_prompt_states_the_problem_and_the_form_of_the_answer(file):
@@ -107,19 +108,19 @@ def test_the_data_folder_is_taken_before_the_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"question": "Why?"}\n', "sample 0 .* has no answer; its fields: question"),
-        ('{"question": "Why?", "answer": "1"}\n{"question": "Why?", "answer": ""}\n', "sample 1 .* has no answer"),
+        ('{"question": "Why?"}\n', "line 1 has no answer; its fields: question"),
+        ('{"question": "Why?", "answer": "1"}\n{"question": "Why?", "answer": ""}\n', "line 2 has no answer"),
         ('{"answer": "3"}\n', "has no question"),
-        ('{"question": "Why?", "answer": ["3"]}\n', "sample 0 .*: answer must be text or a number, found list"),
-        ('{"question": ["Why?"], "answer": "3"}\n', "sample 0 .* must be text, found list"),
-        ("{broken\n", "line 1 is no JSON"),
-        ("[1]\n", "line 1 is a list"),
-        ("\n", "holds no sample"),
-        (None, "cannot be read"),
+        ('{"question": "Why?", "answer": ["3"]}\n', "line 1: answer must be text or a number, found list"),
+        ('{"question": ["Why?"], "answer": "3"}\n', "line 1.* must be text, found list"),
+        ("{broken\n", "line 1: no JSON"),
+        ("[1]\n", "line 1: a JSON object is needed, found list"),
+        ("\n", "holds no record"),
+        (None, "cannot read"),
     ],
 )
 def test_bad_data_is_named_before_a_model_is_loaded(text, said, tmp_path, cell, runner, monkeypatch):
-    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     path = tmp_path / "bad.jsonl"
     if text is not None:
         path.write_text(text)
@@ -143,7 +144,7 @@ def test_bad_data_is_named_before_a_model_is_loaded(text, said, tmp_path, cell, 
     ],
 )
 def test_bad_settings_are_named_before_a_model_is_loaded(overrides, said, file, cell, runner, monkeypatch):
-    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelPool, "load", lambda *_: pytest.fail("the model was loaded"))
     outcome = runner(cell("task=reasoning/gsm8k", f"task.path={file}", *overrides))
     assert outcome.status in ("refused", "dropped") and said in outcome.note
 
@@ -221,7 +222,7 @@ def test_a_sweep_over_methods_under_one_schedule_makes_records_and_figures(file,
 def test_the_place_of_the_file_is_no_part_of_the_run_but_its_content_is(file, cell, tmp_path):
     def identity(path):
         made = cell("task=reasoning/gsm8k", f"task.path={path}")
-        return hashing.digest(run.identity(made, config.build_method(made), config.build_task(made)))
+        return hashing.digest(cell_spec.identity(made, components.build_method(made), components.build_task(made)))
 
     other = tmp_path / "copy.jsonl"
     other.write_text(file.read_text())

@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from sweeps import SHORT
 
 from kvcompress import tracking
+from kvcompress.commands import sync
+from kvcompress.commands.run import main
 from kvcompress.methods import H2O
 from kvcompress.sweep import config, record
-from kvcompress.sweep.launcher import work
-from kvcompress.sweep.run import main
-from kvcompress.tracking import LoggerConfig, content, sync
+from kvcompress.sweep.launcher import strategies
+from kvcompress.sweep.outcome import Outcome
+from kvcompress.tracking import LoggerConfig, content
 from kvcompress.tracking.board import board
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,14 +79,14 @@ def swept(tmp_path_factory):
     """Three cells of one multirun, the second of which raises: results, wandb's folder, exit code."""
     pytest.importorskip("wandb")
     folder, patch = tmp_path_factory.mktemp("swept"), pytest.MonkeyPatch()
-    run_sample = work.run_sample
+    run_sample = strategies.run_sample
 
     def raising(cell, *arguments):
         if isinstance(cell.method, H2O):
             raise RuntimeError("deliberate")
         return run_sample(cell, *arguments)
 
-    patch.setattr(work, "run_sample", raising)
+    patch.setattr(strategies, "run_sample", raising)
     patch.setenv("WANDB_DATA_DIR", str(folder / "data"))
     before = sys.argv[:]
     code = command(folder, "method=snapkv,h2o,full", "budget=0.5", "logger=wandb", "hydra.launcher.together=false")
@@ -345,3 +348,14 @@ def test_a_tracker_that_is_not_installed_is_said_with_the_way_to_it(monkeypatch,
     chosen = LoggerConfig("trackio", dir=str(tmp_path))
     assert [tracking.log(chosen, folder) for folder in made] == [False] * 3
     assert len(caplog.messages) == 1 and "pip install" in caplog.text
+
+
+def test_a_run_is_sent_by_the_process_that_wrote_its_record_and_by_no_other(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(tracking, "log", lambda settings, folder: sent.append(folder.name))
+    tracker = tracking.SweepTracker()
+    tracker.expect([OmegaConf.create({"paths": {"results": str(tmp_path)}, "sweep": {"name": "s"}, "logger": {}})])
+    for fresh in (True, False):
+        folder = tmp_path / "s" / ("here" if fresh else "elsewhere")
+        tracker(Outcome("full", 1.0, "ok", record={"score": 1.0}, folder=folder, fresh=fresh))
+    assert sent == ["here"]

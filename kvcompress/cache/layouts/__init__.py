@@ -1,4 +1,4 @@
-"""How kept tokens lie in memory. The layout follows from the decision; no method chooses it."""
+"""Layouts of kept tokens in memory. The layout follows from the decision; no method chooses it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from kvcompress.cache.layouts.dense import DenseStore, gather_slots
-from kvcompress.cache.layouts.low_rank_pages import Rebuilt
+from kvcompress.cache.layouts.low_rank_pages import LowRankKeyPages
 from kvcompress.cache.layouts.paged import PagedStore
-from kvcompress.cache.layouts.quantized_groups import Blocks
+from kvcompress.cache.layouts.quantized_groups import QuantizedGroups
 from kvcompress.cache.layouts.ragged import RaggedStore
-from kvcompress.cache.layouts.score_sorted import RankedStore
+from kvcompress.cache.layouts.score_sorted import ScoreSortedStore
 
 Store = DenseStore | RaggedStore
 
@@ -20,15 +20,16 @@ Store = DenseStore | RaggedStore
 DENSE_WASTE = 1.1
 
 __all__ = [
-    "Blocks",
+    "QuantizedGroups",
     "DenseStore",
     "PagedStore",
     "RaggedStore",
-    "RankedStore",
-    "Rebuilt",
+    "ScoreSortedStore",
+    "LowRankKeyPages",
     "Store",
     "joined",
     "keep_slots",
+    "one_row",
 ]
 
 
@@ -41,6 +42,22 @@ def joined(stores: Sequence[Store], leave_out: Sequence[str] = ()) -> RaggedStor
     names = [name for name in packed[0] if name not in leave_out]
     channels = {name: torch.cat([held[name] for held in packed]) for name in names}
     return RaggedStore(channels, torch.cat([store.counts for store in stores]))
+
+
+def one_row(store: Store | PagedStore, number: int, grow: bool) -> Store | PagedStore:
+    """A store of one row's slots, copied; empty ones are left out but for pages, which stay as they are."""
+    one = torch.tensor([number])
+    if isinstance(store, PagedStore):
+        paged = store.fork()
+        paged.select_rows(one)
+        return paged
+    if isinstance(store, DenseStore):
+        held: Store = DenseStore({n: store.get(n)[number : number + 1] for n in store.channels}, store.counts[one])
+    else:
+        wanted = store.get("positions") >= 0
+        wanted[torch.arange(len(wanted)) != number] = False
+        held = RaggedStore(store.packed(wanted), store.counts[one])
+    return keep_slots(held, (held.get("positions") >= 0).expand(-1, held.heads, -1), grow)
 
 
 def keep_slots(store: Store, mask: torch.Tensor, grow: bool = False) -> Store:

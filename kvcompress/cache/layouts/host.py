@@ -1,10 +1,10 @@
-"""The host tier of a paged layout: a copy of every full page of the heads that are offloaded, and what was moved."""
+"""Host tier of a paged layout: a copy of every full page of offloaded heads, and an account of what was moved."""
 
 from __future__ import annotations
 
 import torch
 
-from kvcompress.cache.layouts.low_rank_pages import Rebuilt
+from kvcompress.cache.layouts.low_rank_pages import LowRankKeyPages
 
 Tensor = torch.Tensor
 
@@ -33,7 +33,12 @@ class HostPages:
     """
 
     def __init__(
-        self, heads: tuple[int, ...], pool: dict[str, Tensor], batch: int, pages: int, rebuilt: Rebuilt | None = None
+        self,
+        heads: tuple[int, ...],
+        pool: dict[str, Tensor],
+        batch: int,
+        pages: int,
+        rebuilt: LowRankKeyPages | None = None,
     ):
         self.heads, self.rebuilt = heads, rebuilt
         self.channels = {

@@ -1,4 +1,4 @@
-"""Keys of full pages as coordinates in a basis of their own prompt: what a page's keys are made from when it comes back."""
+"""Low-rank keys of pages (ShadowKV): coordinates in a basis of the prompt, from which a page's keys are rebuilt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Rebuilt:
+class LowRankKeyPages:
     """Keys before rotation of all heads of a token together, projected on the directions they use most.
 
     Attributes:
@@ -34,7 +34,7 @@ class Rebuilt:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, keys: Tensor, at: Tensor, counts: Tensor, size: int, rank: int, rotate: Rotate) -> Rebuilt:
+    def of(cls, keys: Tensor, at: Tensor, counts: Tensor, size: int, rank: int, rotate: Rotate) -> LowRankKeyPages:
         """The best of rank `rank` in the least-squares sense (Eckart and Young), from float32 products.
 
         Args:
@@ -44,7 +44,7 @@ class Rebuilt:
         """
         batch, heads, n, width = keys.shape
         full = torch.div(counts, size, rounding_mode="floor")
-        real = torch.arange(n)[None] < (full * size)[:, None]
+        real = torch.arange(n)[None] < counts[:, None]
         flat = keys.transpose(1, 2).flatten(2).float() * real[..., None].to(keys.device)
         # eigenvectors of the products of channels are the right singular vectors, largest last
         basis = torch.linalg.eigh(flat.mT @ flat).eigenvectors[..., -min(rank, heads * width) :]
@@ -68,11 +68,13 @@ class Rebuilt:
         turned = self.rotate(before.flatten(0, 1)[None, None], self.at[b[:, None], token].flatten()[None, None].long())
         return turned.view(before.shape).to(self.dtype)
 
-    def rows(self, index: Tensor) -> Rebuilt:
+    def rows(self, index: Tensor) -> LowRankKeyPages:
         """The same for some rows of the batch."""
         there = index.to(self.basis.device)
         coordinates, basis, at = (x.index_select(0, there) for x in (self.coordinates, self.basis, self.at))
-        return Rebuilt(self.size, coordinates, basis, at, self.full.index_select(0, index), self.rotate, self.dtype)
+        return LowRankKeyPages(
+            self.size, coordinates, basis, at, self.full.index_select(0, index), self.rotate, self.dtype
+        )
 
     @property
     def page_bytes(self) -> int:

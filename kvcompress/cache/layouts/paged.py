@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvcompress.cache.layouts.host import HostPages
-from kvcompress.cache.layouts.low_rank_pages import Rebuilt
+from kvcompress.cache.layouts.low_rank_pages import LowRankKeyPages
 
 Tensor = torch.Tensor
 
@@ -40,7 +40,7 @@ class PagedStore:
         size: int,
         shared: bool,
         host: tuple[int, ...],
-        rebuilt: Rebuilt | None = None,
+        rebuilt: LowRankKeyPages | None = None,
     ):
         """Hold slots that lie one segment after the other.
 
@@ -160,6 +160,12 @@ class PagedStore:
         if chosen.shape[1] != table.shape[1]:
             table = table.repeat_interleave(chosen.shape[1] // table.shape[1], dim=1)
         return self.pool[name].index_select(0, table.gather(2, chosen.clamp(min=0)).clamp_(min=0).flatten())
+
+    def block_table(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys and values `[blocks, size, ...]`, `positions` and the table on the device, once pages under way are in."""
+        if self.host is not None:
+            self.host.arrived(self.device)
+        return self.pool["keys"], self.pool["values"], self.positions, self.on_device()
 
     def shown_bounds(self) -> Tensor:
         """`bounds` of the pages that there are, `[B, H, P, 2D]`; a view."""
@@ -381,6 +387,18 @@ class PagedStore:
     def slot_bytes(self) -> int:
         """Bytes of one token of one head, without its position."""
         return sum(x[0, 0].numel() * x.element_size() for x in self.pool.values())
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one token's key of one head; of all that it holds where keys have no channels of their own."""
+        keys = [x for name, x in self.pool.items() if name.startswith("key")] or list(self.pool.values())
+        return sum(x[0, 0].numel() * x.element_size() for x in keys)
+
+    def note_full_read(self) -> None:
+        """Note that a forward reads all that is held, for which host pages have to be brought in."""
+        if self.host is not None:
+            away = (self.table < 0) & (torch.arange(self.table.shape[2]) < self.pages()[..., None])
+            self.host.moved["fetched"] += away.sum((1, 2)) * self.host.page_bytes
 
     def resident(self) -> Tensor:
         """Slots that hold a token on the device, LongTensor `[B, H]` on the CPU."""

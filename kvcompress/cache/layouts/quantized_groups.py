@@ -1,6 +1,6 @@
-"""What a grouped codec holds of one layer: codes of whole groups in front of the most recent tokens as they are.
+"""Quantised groups of one layer (KIVI): codes of whole groups, in front of the most recent tokens at full precision.
 
-Keys and values have boundaries of their own between codes and exact tokens. A `Unit` holds rows and heads of equal
+Keys and values have boundaries of their own between codes and exact tokens. A `GroupSegment` holds rows and heads of equal
 counts, without padding; where rows or heads hold different numbers of tokens they are units of their own, so that no
 code depends on another row or on padding.
 """
@@ -8,14 +8,12 @@ code depends on another row or on padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvcompress.cache.layouts.dense import exact, gather_slots
-
-if TYPE_CHECKING:
-    from kvcompress.method.codec import GroupedCodec
+from kvcompress.kernels.triton_groups import PackedTokens
+from kvcompress.method.codec import GroupedCodec
 
 Tensor = torch.Tensor
 
@@ -23,7 +21,7 @@ READ = 1024  # coded tokens that are decoded at a time
 LEAST = 16  # spare entries of a buffer that grows by one
 
 
-class Buffer:
+class GrowingBuffer:
     """A tensor `[b, h, capacity, ...]` that grows along dim 2; the first `length` are held."""
 
     def __init__(self, first: Tensor):
@@ -44,17 +42,17 @@ class Buffer:
         self.tensor[:, :, self.length : self.length + n] = new
         self.length += n
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Buffer:
-        return Buffer(change(self.held))
+    def map(self, change: Callable[[Tensor], Tensor]) -> GrowingBuffer:
+        return GrowingBuffer(change(self.held))
 
 
-class Unit:
+class GroupSegment:
     """Rows and heads that hold equally many tokens: coded keys and values by channel, and the rest as it is."""
 
     def __init__(self, codec: GroupedCodec, keys: Tensor, values: Tensor):
         """Hold `keys` and `values [b, h, n, D]` exactly until `flush`."""
         self.codec = codec
-        self.coded: dict[str, dict[str, Buffer]] = {"keys": {}, "values": {}}
+        self.coded: dict[str, dict[str, GrowingBuffer]] = {"keys": {}, "values": {}}
         self.counts = {"keys": 0, "values": 0}  # coded tokens
         self.left = {"keys": exact(keys), "values": exact(values)}
 
@@ -77,7 +75,7 @@ class Unit:
                 if name in self.coded[kind]:
                     self.coded[kind][name].append(value)
                 else:
-                    self.coded[kind][name] = Buffer(value)
+                    self.coded[kind][name] = GrowingBuffer(value)
             self.counts[kind] += due
             self.left[kind] = exact(left[:, :, due:])
 
@@ -108,12 +106,18 @@ class Unit:
         near = self.codec.decode_keys(channels)[:, :, start - first * group :].to(self.left["keys"].dtype)
         return torch.cat([near, self.left["keys"]], dim=2), self.left["values"]
 
+    def packed(self) -> PackedTokens:
+        """The buffers of a packed codec as a kernel reads them."""
+        keys, values = ({name: b.tensor for name, b in self.coded[kind].items()} for kind in ("keys", "values"))
+        bits: int = self.codec.bits  # type: ignore[attr-defined]  # which a packed codec has
+        return PackedTokens(keys, values, self.counts["values"], bits, self.codec.group, self.tail())
+
     def whole(self, kind: str) -> Tensor:
         return torch.cat(list(self.pieces(kind)), dim=2)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Unit:
+    def map(self, change: Callable[[Tensor], Tensor]) -> GroupSegment:
         """A unit whose every tensor is what `change` makes of this one's; changes of dims 0 and 1 only."""
-        twin = object.__new__(Unit)
+        twin = object.__new__(GroupSegment)
         twin.codec, twin.counts = self.codec, dict(self.counts)
         twin.coded = {k: {name: b.map(change) for name, b in held.items()} for k, held in self.coded.items()}
         twin.left = {kind: exact(change(value)) for kind, value in self.left.items()}
@@ -128,7 +132,7 @@ class Unit:
             for name, buffer in self.coded[kind].items():
                 per = self.counts[kind] // buffer.length
                 mine = chosen if per == 1 else torch.div(chosen[..., ::per], per, rounding_mode="floor")
-                self.coded[kind][name] = Buffer(gather_slots(buffer.held, mine))
+                self.coded[kind][name] = GrowingBuffer(gather_slots(buffer.held, mine))
             self.counts[kind] = chosen.shape[2]
             if not self.counts[kind]:
                 self.coded[kind] = {}
@@ -143,19 +147,21 @@ class Unit:
             yield "residual", value, value.numel() * value.element_size()
 
 
-class Blocks:
+class QuantizedGroups:
     """The units of one layer: all rows and heads as one, or by row, or by row and head."""
 
-    def __init__(self, units: list[list[Unit]], batch: int, heads: int):
+    def __init__(self, units: list[list[GroupSegment]], batch: int, heads: int):
         """`units[r][h]`: one or `batch` lists of one or `heads` units."""
         self.units, self.batch, self.heads = units, batch, heads
 
     @classmethod
-    def of(cls, codec: GroupedCodec, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor) -> Blocks:
+    def of(
+        cls, codec: GroupedCodec, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor
+    ) -> QuantizedGroups:
         """What slots `[B, H, P, D]` with a position hold, `positions [B, H or 1, P]`, `counts [B, H]` on the CPU."""
         batch, heads, slots, _ = keys.shape
         if int(counts.min()) == slots:
-            return cls([[Unit(codec, keys, values)]], batch, heads)
+            return cls([[GroupSegment(codec, keys, values)]], batch, heads)
         held = (positions >= 0).expand(batch, heads, slots)
         even = bool((counts == counts[:, :1]).all())
         units = []
@@ -163,10 +169,10 @@ class Blocks:
             if even:
                 n = int(counts[b, 0])
                 mine = [x[b][held[b]].view(1, heads, n, x.shape[3]) for x in (keys, values)]
-                units.append([Unit(codec, *mine)])
+                units.append([GroupSegment(codec, *mine)])
             else:
                 parts = [[x[b, h][held[b, h]][None, None] for x in (keys, values)] for h in range(heads)]
-                units.append([Unit(codec, *part) for part in parts])
+                units.append([GroupSegment(codec, *part) for part in parts])
         return cls(units, batch, heads)
 
     @property
@@ -174,7 +180,7 @@ class Blocks:
         """True if a kernel can read the codes as they lie."""
         return self.units[0][0].codec.packed
 
-    def each(self) -> Iterator[tuple[slice, slice, Unit]]:
+    def each(self) -> Iterator[tuple[slice, slice, GroupSegment]]:
         """(rows, heads, unit)."""
         by_row, by_head = len(self.units) > 1, len(self.units[0]) > 1
         for b, row in enumerate(self.units):
@@ -261,7 +267,7 @@ class Blocks:
         if len(self.units[0]) < self.heads:
             self.units = [[row[0].map(lambda x, h=h: x[:, h : h + 1]) for h in range(self.heads)] for row in self.units]  # type: ignore[misc]
 
-    def select_rows(self, index: Tensor) -> Blocks:
+    def select_rows(self, index: Tensor) -> QuantizedGroups:
         """Rows chosen by number, copied."""
         if len(self.units) == 1 and self.batch > 1:
             units = [[u.map(lambda x: x.index_select(0, index.to(x.device))) for u in self.units[0]]]
@@ -269,20 +275,20 @@ class Blocks:
             units = [[u.map(lambda x: x.expand(len(index), *x.shape[1:])) for u in self.units[0]]]
         else:
             units = [[u.map(lambda x: x) for u in self.units[b]] for b in index.tolist()]
-        return Blocks(units, len(index), self.heads)
+        return QuantizedGroups(units, len(index), self.heads)
 
-    def fork(self) -> Blocks:
-        return Blocks([[u.map(lambda x: x) for u in row] for row in self.units], self.batch, self.heads)
+    def fork(self) -> QuantizedGroups:
+        return QuantizedGroups([[u.map(lambda x: x) for u in row] for row in self.units], self.batch, self.heads)
 
 
-def unit_shares(unit: Unit, marked: Tensor) -> tuple[int, ...]:
+def unit_shares(unit: GroupSegment, marked: Tensor) -> tuple[int, ...]:
     """How many of one segment's marked tokens lie in coded and exact keys and values."""
     k, v = unit.counts["keys"], unit.counts["values"]
     return tuple(int(part.sum()) for part in (marked[:k], marked[k:], marked[:v], marked[v:]))
 
 
-def unit_groups(unit: Unit, marked: Tensor, must: Tensor) -> Tensor:
-    """`Blocks.whole_groups` for one segment: bool `[n]` on the CPU."""
+def unit_groups(unit: GroupSegment, marked: Tensor, must: Tensor) -> Tensor:
+    """`QuantizedGroups.whole_groups` for one segment: bool `[n]` on the CPU."""
     coded, size = unit.counts["keys"], unit.codec.group
     if not coded:
         return marked

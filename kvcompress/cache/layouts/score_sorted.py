@@ -1,4 +1,4 @@
-"""A layer on its way through a prompt: its slots in the order in which they would be kept, in pieces."""
+"""Score-sorted layout of a layer while its prompt runs: slots in the order in which they would be kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 PIECES = 8
 
 
-class RankedStore:
+class ScoreSortedStore:
     """Named channels in pieces `[B, H, n_i, ...]` along the rank of a slot, best first.
 
     Where a layer's budget shrinks again and again while later layers run, it lets its last pieces go: nothing is copied

@@ -82,7 +82,7 @@ KV.charts = (() => {
         .map((one) => ({ name: one.name + alike(one.name), y: one.data[one.data.length - 1].value[1], colour: styleOf(one.name).colour, rank: mean(one.data.map((p) => p.value[1])) }));
       series.push(KV.plots.names(ends, 0, m.log ? Math.min(...all) : 0, m.log ? Math.max(...all) : 1, m.log));
       if (base) series.push({ name: base.name, type: "line", data: [], silent: true, markLine: { symbol: "none", silent: true, lineStyle: { color: KV.colour("muted"), type: [4, 3], width: 1 },
-        label: { formatter: base.name, position: "insideStartTop", color: KV.colour("muted") }, data: [{ yAxis: floor(base[m.key]) }] } });
+        label: { formatter: () => base.name, position: "insideStartTop", color: KV.colour("muted") }, data: [{ yAxis: floor(base[m.key]) }] } });
       const grey = others().filter((r) => known(r.ratio) || r.share);
       if (grey.length && !m.log) series.push({ name: "others", type: "scatter", symbolSize: 6, itemStyle: { color: KV.colour("muted"), opacity: 0.45 }, z: 2,
         data: grey.map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })) });

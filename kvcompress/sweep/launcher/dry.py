@@ -1,15 +1,14 @@
-"""`dry=true`: what a sweep would do, and roughly how long it would take, from a short calibration."""
+"""Dry run (`dry=true`): the plan of a sweep, and a time estimate from a short calibration."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -17,8 +16,9 @@ from kvcompress.data.task import Sample
 from kvcompress.hook.session import compress
 from kvcompress.method import Method
 from kvcompress.sweep import sanity
-from kvcompress.sweep.launcher.cell import Cell
-from kvcompress.sweep.launcher.plan import Group, listed
+from kvcompress.sweep.launcher.cell_run import CellRun
+from kvcompress.sweep.launcher.grouping import CellGroup, listed
+from kvcompress.sweep.launcher.model_pool import ModelPool
 
 SHORT, LONG = 128, 512  # tokens of the calibration's prompts
 STEPS = 8  # decoded tokens of the calibration
@@ -48,12 +48,7 @@ def calibrate(model: Any, repeats: int = 2) -> tuple[float, float, float]:
     return max(per_long - b * long, 0.0), b, min(decode) if decode else 0.0
 
 
-def estimate(
-    groups: Sequence[Group],
-    load: Callable[[DictConfig], tuple[Any, Any]],
-    tokenizer: Callable[[DictConfig], Any],
-    console: Console,
-) -> dict[str, str]:
+def estimate(groups: Sequence[CellGroup], models: ModelPool, console: Console) -> dict[str, str]:
     """Print cells, groups, prefills saved, tokens and time. Nothing is written.
 
     Returns:
@@ -61,23 +56,23 @@ def estimate(
         do not score 1.
     """
     faults: dict[str, str] = {}
-    rows: dict[Any, Row] = {}
+    rows: dict[Any, PlanRow] = {}
     speeds: dict[int, tuple[float, float, float]] = {}
     for number, group in enumerate(groups):
-        first = group.cells[0]
+        first = group.first
         key = number if group.shared else ("alone", first.config.model.name, first.task.name)
-        row = rows.setdefault(key, Row(str(first.config.model.name), first.task.name, group.shared))
+        row = rows.setdefault(key, PlanRow(str(first.config.model.name), first.task.name, group.shared))
         row.cells += group.cells
-        todo = [cell for cell in group.cells if cell.look() is None]
+        todo = [cell for cell in group.cells if cell.check_finished() is None]
         if not todo:
             continue
         try:
             # all that may be wrong with the samples is known before weights are read, as in a run
-            samples = list(islice(first.task.samples(tokenizer(first.config)), first.config.limit))
+            samples = list(islice(first.task.samples(models.tokenizer(first.config)), first.config.limit))
             found = sanity.check(first.task, samples)
-            model, _ = load(first.config)
+            model, _ = models.load(first.config)
         except Exception as fault:
-            faults |= {cell.run_id: f"{type(fault).__name__}: {fault}" for cell in todo}
+            faults |= {cell.spec.run_id: f"{type(fault).__name__}: {fault}" for cell in todo}
             continue
         for note in found.notes:
             console.print(f"{first.task.name}: {note}", style="yellow", highlight=False, markup=False)
@@ -89,13 +84,13 @@ def estimate(
 
 
 @dataclass
-class Row:
-    """What a group, or all cells of a task that run alone, would do."""
+class PlanRow:
+    """Work of a group, or of all cells of a task that run alone."""
 
     model: str
     task: str
     shared: bool
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[CellRun] = field(default_factory=list)
     todo: int = 0
     runs: int = 0
     prefills: int = 0
@@ -104,14 +99,15 @@ class Row:
     seconds: float = 0.0
     alone_s: float = 0.0
 
-    def add(self, todo: Sequence[Cell], samples: Sequence[Sample], speed: tuple[float, float, float]) -> None:
+    def add(self, todo: Sequence[CellRun], samples: Sequence[Sample], speed: tuple[float, float, float]) -> None:
         """Count what these cells have to do."""
         self.todo += len(todo)
+        finished = [set(cell.stored_rows()) for cell in todo]
         for sample in samples:
-            due = sum(sample.id not in done for done in map(rows_of, todo))
+            due = sum(sample.id not in done for done in finished)
             prefills = min(due, 1) if self.shared else due
             prompt_s, rest_s = cost(sample, speed)
-            prompts, answers = todo[0].task.effort(sample)
+            prompts, answers = todo[0].spec.task.effort(sample)
             prompt_s, rest_s = prompts * prompt_s, answers * rest_s
             self.runs += due
             self.prefills += prefills
@@ -125,13 +121,13 @@ class Row:
         return self.todo, self.runs, self.prefills, self.runs - self.prefills, self.prompt_tokens, self.new_tokens
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[PlanRow], console: Console) -> None:
     """The cells of each group in a line, then the numbers: 80 columns hold them."""
     table = Table("group", "to do", "samples", "prefills", "saved", "prompt tokens", "new tokens", box=None)
     for number, row in enumerate(rows, 1):
         how = f"{len(row.cells)} cells share each prefill" if row.shared else f"{len(row.cells)} alone"
-        seeds = ", ".join(dict.fromkeys(str(cell.config.seed) for cell in row.cells))
-        text = f"{number}: {row.model} · {row.task} · seed {seeds} · {how}: {listed(row.cells)}"
+        seeds = ", ".join(dict.fromkeys(str(cell.spec.config.seed) for cell in row.cells))
+        text = f"{number}: {row.model} · {row.task} · seed {seeds} · {how}: {listed([cell.spec for cell in row.cells])}"
         console.print(text, highlight=False, markup=False)
         table.add_row(str(number), *(f"{n:,}" for n in row.numbers()))
     if len(rows) > 1:
@@ -140,11 +136,6 @@ def show(rows: Sequence[Row], console: Console) -> None:
     total, alone = sum(row.seconds for row in rows), sum(row.alone_s for row in rows)
     text = f"about {duration(total)}; cell by cell {duration(alone)} (from a short calibration; compression left out)"
     console.print(text, highlight=False)
-
-
-def rows_of(cell: Cell) -> set[str]:
-    """Samples of a cell that are finished already."""
-    return set(cell.folder.rows(None if cell.config.resume == "any" else cell.source))
 
 
 def cost(sample: Sample, speed: tuple[float, float, float]) -> tuple[float, float]:

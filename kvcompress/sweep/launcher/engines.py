@@ -1,4 +1,4 @@
-"""Groups of cells as jobs of an engine that exists: joblib, submitit (SLURM or local processes), Ray.
+"""Engines: groups of cells as jobs of joblib, submitit (SLURM or local processes) or Ray.
 
 A job is handed command-line overrides and nothing else, composes its cells anew and runs them as one process would: it
 writes the same records to the same folder, and locks keep it apart from others.
@@ -6,37 +6,55 @@ writes the same records to the same folder, and locks keep it apart from others.
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcompress.sweep.launcher.cell import Outcome
-from kvcompress.sweep.launcher.lock import Lock
-from kvcompress.sweep.launcher.work import Options
+from kvcompress.sweep.launcher.lock import FileLock
+from kvcompress.sweep.launcher.options import Options
+from kvcompress.sweep.outcome import Listener, Outcome
 
 logger = logging.getLogger(__name__)
 
 Part = list[list[str]]  # the overrides of each cell of a group
 Done = tuple[int, list[Outcome] | BaseException]
 Work = Callable[[Part, Options], list[Outcome]]
+Listen = Callable[
+    [Sequence[Any]], Sequence[Listener]
+]  # configurations → listeners; found by its name in another process
 
-_gpu: Lock | None = None  # held by this process for as long as it lives
+_gpu: FileLock | None = None  # held by this process for as long as it lives
 
 
-def run_part(part: Part, options: Options) -> list[Outcome]:
-    """Run the cells that these overrides describe, in this process."""
+def run_part(part: Part, options: Options, listen: Listen | None = None) -> list[Outcome]:
+    """Run the cells that these overrides describe, in this process.
+
+    Args:
+        listen: makes the listeners of these cells here: they themselves do not travel.
+    """
     from kvcompress.sweep.config import check_overrides, composing, folder
-    from kvcompress.sweep.run import Runner
+    from kvcompress.sweep.launcher.scheduler import Scheduler
 
     take_gpu()
     with composing() as compose:
         for overrides in part:
             check_overrides(overrides, folder())  # makes Hub ids known
         configs = [compose(overrides) for overrides in part]
-    return Runner().sweep(configs, options)
+    return Scheduler(listeners=listen(configs) if listen is not None else ()).sweep(configs, options)
+
+
+def part_runner(listen: Listen | None) -> Work:
+    """`run_part` with listeners, as a function: Ray takes no other callable."""
+
+    def work(part: Part, options: Options) -> list[Outcome]:
+        return run_part(part, options, listen)
+
+    return work
 
 
 def take_gpu(count: int | None = None, folder: Path | None = None) -> int | None:
@@ -53,14 +71,33 @@ def take_gpu(count: int | None = None, folder: Path | None = None) -> int | None
         import torch
 
         count = torch.cuda.device_count()
-    folder = folder or Path(tempfile.gettempdir())
-    for number in range(count):
-        lock = Lock(folder / f"kvcompress-gpu-{number}.lock")
+    folder = folder or own_folder()
+    for number in range(count if folder is not None else 0):
+        assert folder is not None
+        lock = FileLock(folder / f"kvcompress-gpu-{number}.lock")
         if lock.acquire():
             _gpu = lock
             os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
             return number
     return None  # more workers than GPUs: they share what there is
+
+
+def own_folder() -> Path | None:
+    """A folder of this user's alone in the shared folder of temporary files, or None: what lies there is another's."""
+    path = Path(tempfile.gettempdir()) / f"kvcompress-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or hasattr(os, "getuid")
+            and (found.st_uid, found.st_mode & 0o022) != (os.getuid(), 0)
+        ):
+            raise OSError("it is not a folder of this user alone")
+    except OSError as error:
+        logger.warning("workers share the GPUs: %s cannot hold their locks: %s", path, error)
+        return None
+    return path
 
 
 def on_joblib(

@@ -1,4 +1,4 @@
-"""Whether the caches of a prefill and its cells fit a stated limit, and which cells take turns so that they do."""
+"""Memory plan: whether the caches of a prefill and its cells fit a limit, and batches of cells that do."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from kvcompress.cache.layouts.dense import headroom
 from kvcompress.data.task import Sample
 from kvcompress.hook.shared_prefill import SharedPrefill
 from kvcompress.method import Method
-from kvcompress.sweep.launcher.cell import Cell
+from kvcompress.sweep.launcher.cell_run import CellRun
 
 
 def new_tokens(sample: Sample) -> int:
-    """What a cache may grow by after the prompt."""
+    """Tokens that a cache may grow by after the prompt."""
     return sum(len(turn.ids) + turn.max_new_tokens for turn in sample.turns)
 
 
-def of_prefill(shared: SharedPrefill) -> int:
+def prefill_bytes(shared: SharedPrefill) -> int:
     """Bytes of a shared prefill: keys, values, and what was observed; twice, as a cell copies its share to decide."""
     held = shared.cache.nbytes()
     return held["allocated"] + 2 * held["scores"] + held["index"] + held["other_allocated"] + shared.windows_bytes
 
 
-def of_cell(method: Method, shared: SharedPrefill, new: int, copies: int = 1) -> int:
-    """Bytes, at most, of what a cell keeps of a prompt and appends to it, with the headroom that a cache grows by.
+def cell_bytes(method: Method, shared: SharedPrefill, new: int, copies: int = 1) -> int:
+    """Bytes, at most, that a cell keeps of a prompt and appends to it, with the headroom that a cache grows by.
 
     Args:
         new: tokens after the prompt.
@@ -36,26 +36,26 @@ def of_cell(method: Method, shared: SharedPrefill, new: int, copies: int = 1) ->
     return round(copies * slots * shared.cache.nbytes()["allocated"] / max(1, tokens))
 
 
-def turns(cells: Sequence[Cell], shared: SharedPrefill, new: int, memory: int | None) -> list[list[Cell]]:
-    """The cells in as many turns as it takes for the caches of each to fit in `memory` bytes beside the full one."""
+def split_to_fit(cells: Sequence[CellRun], shared: SharedPrefill, new: int, memory: int | None) -> list[list[CellRun]]:
+    """Batches of cells whose caches fit in `memory` bytes beside the full one; a cell is a batch at least."""
     if memory is None:
         return [list(cells)]
-    room = memory - of_prefill(shared)
-    found: list[list[Cell]] = []
+    free = memory - prefill_bytes(shared)
+    found: list[list[CellRun]] = []
     left = 0
     for cell in cells:
-        size = of_cell(cell.method, shared, new, copies=2)
+        size = cell_bytes(cell.spec.method, shared, new, copies=2)
         if not found or size > left:
             found.append([])
-            left = room
+            left = free
         found[-1].append(cell)
         left -= size
     return found
 
 
-def too_large(cells: Sequence[Cell], shared: SharedPrefill, new: int, memory: int | None) -> int:
+def bytes_over_limit(cells: Sequence[CellRun], shared: SharedPrefill, new: int, memory: int | None) -> int:
     """Bytes of the full cache with the largest cell alone where they exceed `memory`, else 0."""
     if memory is None or not cells:
         return 0
-    least = of_prefill(shared) + max(of_cell(cell.method, shared, new) for cell in cells)
+    least = prefill_bytes(shared) + max(cell_bytes(cell.spec.method, shared, new) for cell in cells)
     return least if least > memory else 0

@@ -1,4 +1,4 @@
-"""`hydra/launcher=shared`: a sweep's cells are handed to the runner all at once, so that they can share prefills."""
+"""Hydra launcher plugin (`hydra/launcher=shared`): a sweep's cells are run all at once, so that they can share prefills."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
-from kvcompress.sweep.launcher.compose import compose_once_per_choice
+from kvcompress.sweep.compose import compose_once_per_choice
+from kvcompress.sweep.launcher.engines import ENGINES, part_runner
+from kvcompress.sweep.launcher.options import Options
+from kvcompress.sweep.launcher.sweeper import CellSweeper, store_sweeper
+from kvcompress.sweep.stored_config import resolve
+
+__all__ = ["CellSweeper", "SharedLauncher", "register_launcher", "store_launcher"]
 
 NAMESPACE = "hydra_plugins.kvcompress_launcher"  # Hydra takes launchers from below hydra_plugins only
 
@@ -48,8 +54,6 @@ class SharedLauncher(Launcher):
     ) -> None:
         if memory is not None and not memory > 0:
             raise ValueError(f"hydra.launcher.memory={memory}; GiB above 0, or null for no limit")
-        from kvcompress.sweep.launcher.engines import ENGINES
-
         if engine is not None and engine not in ENGINES:
             raise ValueError(f"hydra.launcher.engine={engine!r}; valid: {', '.join(ENGINES)}, or null for this process")
         if workers < 1:
@@ -60,11 +64,13 @@ class SharedLauncher(Launcher):
         self.config: DictConfig | None = None
         self.context: HydraContext | None = None
         self.sweep: Callable[..., Any] | None = None
+        self.listen: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         compose_once_per_choice(hydra_context.config_loader)  # Hydra's check of all cells takes the same way
         self.config, self.context = config, hydra_context
-        self.sweep = getattr(task_function, "sweep", None)
+        # Hydra hands a launcher nothing but the task function: what runs many cells at once is an attribute of it
+        self.sweep, self.listen = (getattr(task_function, name, None) for name in ("sweep", "listen"))
         if self.sweep is None:
             raise ValueError("hydra/launcher=shared runs kvcompress's own cells: use scripts/run.py")
 
@@ -74,9 +80,6 @@ class SharedLauncher(Launcher):
         Raises:
             CompactHydraException: there is none; said without a traceback.
         """
-        from kvcompress.sweep.launcher.engines import ENGINES, run_part
-        from kvcompress.sweep.launcher.work import Options
-
         setup_globals()
         assert self.config is not None and self.context is not None and self.sweep is not None
         if not job_overrides:
@@ -91,7 +94,7 @@ class SharedLauncher(Launcher):
 
         def elsewhere(groups: list[list[int]]) -> Any:
             parts = [[list(job_overrides[cell]) for cell in group] for group in groups]
-            return ENGINES[str(self.engine)](run_part, parts, how, self.workers, self.settings)
+            return ENGINES[str(self.engine)](part_runner(self.listen), parts, how, self.workers, self.settings)
 
         self.sweep([job.cfg for job in returned], how, elsewhere if self.engine else None)
         return returned
@@ -107,7 +110,7 @@ def _composed(config: DictConfig) -> JobReturn:
         job.hydra_cfg, job.cfg = cast(DictConfig, HydraConfig.instance().cfg), config
         with open_dict(job.cfg):
             del job.cfg["hydra"]
-        OmegaConf.resolve(job.cfg)
+        resolve(job.cfg)  # what comes from the environment is read where it is used, and not written down
         job.status, job.return_value = JobStatus.COMPLETED, None  # faults are in records and the summary
         return job
     finally:
@@ -129,7 +132,8 @@ class SharedLauncherConfig:
 
 
 def store_launcher() -> None:
-    """Make `hydra/launcher=shared` a choice."""
+    """Make `hydra/launcher=shared` a choice, and `hydra/sweeper=cells`."""
+    store_sweeper()
     ConfigStore.instance().store(
         group="hydra/launcher", name="shared", node=SharedLauncherConfig, provider="kvcompress"
     )
@@ -151,3 +155,4 @@ def register_launcher() -> None:
     sys.modules[NAMESPACE] = sys.modules[__name__]
     setattr(parent, name, sys.modules[__name__])
     Plugins.instance().register(SharedLauncher)
+    Plugins.instance().register(CellSweeper)

@@ -9,24 +9,42 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.data import grading, prompts
+from kvcompress.data import prompts, thinking
 from kvcompress.data.task import TIMES, Sample, Task
-from kvcompress.hook.joint_decoding import cannot_join
-from kvcompress.hook.session import compress
+from kvcompress.hook import joint_decoding
+from kvcompress.hook.session import Session, compress
 from kvcompress.hook.shared_prefill import SharedPrefill
 from kvcompress.measure.measuring import without_peaks
 from kvcompress.method import Method
-from kvcompress.sweep.launcher.cell import Cell
-from kvcompress.sweep.launcher.check import Watched, difference
+from kvcompress.sweep.cell_spec import CellSpec
+from kvcompress.sweep.launcher.answer_check import MarginRecorder, compare_answers
 
 
-@dataclass
-class Loaded:
-    """What the cells of a group have in common."""
+@dataclass(frozen=True)
+class Workload:
+    """Model, tokenizer and samples: the same for all cells of a group."""
 
     model: Any
     tokenizer: Any
-    samples: list[Sample]
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What the run of a sample came to in one cell.
+
+    Attributes:
+        out: what the task returned, or the fault that ended the run.
+        decoding: how tokens were decoded from a shared prefill ("separate", "together", …); None where the cell had its
+            own prefill.
+        why: why it did not decode together with others; None where it did.
+        rows: samples that ran as rows of one batch.
+    """
+
+    out: dict[str, Any] | BaseException
+    decoding: str | None = None
+    why: str | None = None
+    rows: int = 1
 
 
 def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
@@ -35,83 +53,103 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
     return replace(sample, turns=turns)
 
 
-def full_layers(model: Any, method: Method) -> list[bool]:
-    """Per layer of the model's cache whether it is one of ours, rather than a sliding one of transformers' own."""
+def check_lengths(samples: Sequence[Sample], model: Any, method: Method) -> None:
+    """Refuse samples longer than the model's positions, before any of them is run.
+
+    Raises:
+        ValueError: names the sample, its length and the limit.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or method.compact_positions:
+        return
+    longest = max(samples, key=lambda sample: sample.total_tokens())
+    if longest.total_tokens() > limit:
+        raise ValueError(
+            f"sample {longest.id} needs {longest.total_tokens()} positions, answer included; the model has {limit}; "
+            "choose shorter prompts, or a method with compact positions"
+        )
+
+
+def has_sliding_layers(model: Any, method: Method) -> bool:
+    """True if a layer of the model's cache is a sliding one of transformers' own rather than one of ours."""
     with compress(model, method) as session:
-        return [isinstance(layer, CompressedLayer) for layer in session.new_cache().layers]
+        return not all(isinstance(layer, CompressedLayer) for layer in session.new_cache().layers)
 
 
-def apart_because(cell: Cell, shared: SharedPrefill) -> str:
-    """Why this cell's decode steps cannot be rows of a batch with others'; empty if they can."""
+def separate_reason(spec: CellSpec, shared: SharedPrefill) -> str | None:
+    """Why a cell's decode steps cannot be rows of a batch with others', None if they can."""
     if not all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers):
         return "the model has sliding-window layers, whose rows cannot be put together"
-    if type(cell.task).run is not Task.run:
-        return f"task={cell.task.name} steps through its answer itself"
-    return cannot_join(cell.method) or ""
+    if type(spec.task).run is not Task.run:
+        return f"task={spec.task.name} steps through its answer itself"
+    return joint_decoding.unsupported_reason(spec.method)
 
 
 def checked(
-    cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill, together: dict[str, Any]
+    spec: CellSpec, workload: Workload, sample: Sample, shared: SharedPrefill, together: dict[str, Any]
 ) -> dict[str, Any] | Exception:
     """The result of decoding together, if decoding alone gives the same; else the fault."""
     try:
-        with (
-            Watched(loaded.model, cell.method, str(cell.config.kernel), loaded.tokenizer, shared) as session,
-            without_peaks(),
-        ):
-            alone = cell.task.run(session, sample)
-        wrong = difference(alone, together, session.leads)
+        kernel = str(spec.config.kernel)
+        recorder = MarginRecorder()
+        session = Session(workload.model, spec.method, kernel, workload.tokenizer, shared, on_logits=recorder)
+        with session, without_peaks():
+            alone = spec.task.run(session, sample)
+        wrong = compare_answers(alone, together, recorder.margins)
         return together if wrong is None else ValueError(f"{sample.id}: {wrong}")
     except Exception as fault:
         return fault
 
 
-def run_sample(cell: Cell, loaded: Loaded, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
-    """What the task says of one sample, run in a session of its own: nothing leaks from sample to sample."""
+def run_sample(spec: CellSpec, workload: Workload, sample: Sample, shared: SharedPrefill | None) -> dict[str, Any]:
+    """What the task returns of one sample, run in a session of its own: nothing leaks from sample to sample."""
     peaks = nullcontext() if shared is None else without_peaks()
-    kernel, decode = str(cell.config.kernel), str(cell.config.decode)
-    unopened = compress(loaded.model, cell.method, kernel, loaded.tokenizer, shared, decode=decode)
-    if cell.task.opens_sessions:
-        return cell.task.run(unopened, sample)
+    kernel, decode = str(spec.config.kernel), str(spec.config.decode)
+    unopened = compress(workload.model, spec.method, kernel, workload.tokenizer, shared, decode=decode)
+    if spec.task.opens_sessions:
+        return spec.task.run(unopened, sample)
     with unopened as session, peaks:
-        return cell.task.run(session, sample)
+        return spec.task.run(session, sample)
 
 
-def row(
-    cell: Cell, loaded: Loaded, sample: Sample, out: dict[str, Any], decoding: str | None, why: str
-) -> dict[str, Any]:
-    """One line of `samples.jsonl`; `decoding` says how tokens came to be if the prefill was shared, `why` why apart."""
-    if decoding is not None:
-        out = without_times(out)
-    out["text"] = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out["tokens"]]
+def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) -> dict[str, Any]:
+    """One line of `samples.jsonl`.
+
+    Raises:
+        Exception: the fault that ended the run, or what the task raises over its answer; ValueError: its score is none.
+    """
+    if isinstance(result.out, BaseException):
+        raise result.out
+    out = result.out if result.decoding is None else without_times(result.out)
     meta = dict(sample.meta)
     if not {"prompt_hash", "prompt_first", "prompt_last"} <= meta.keys():
-        meta = prompts.facts(loaded.tokenizer, sample.prompt_ids()) | meta
-    thinking = meta["prompt_last"].rstrip().endswith(grading.OPEN)
-    whole = [loaded.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in out["tokens"]]
-    scores = cell.task.score(sample, out)
+        meta = prompts.facts(tokenizer, sample.prompt_ids()) | meta
+    outputs = thinking.decoded(tokenizer, sample, out["tokens"], meta["prompt_last"])
+    out["text"] = [one.text for one in outputs]
+    scores = spec.task.score(sample, out | {"text": [one.answer for one in outputs]})
     if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
-        raise ValueError(f"task {cell.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
-    how = {"decoding": decoding or "separate"} | ({"decoding_why": why} if why else {})
+        raise ValueError(f"task {spec.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
+    how = {"decoding": result.decoding or "separate"} | ({"decoding_why": result.why} if result.why else {})
     return {
         "id": sample.id,
-        "source": cell.source,
+        "source": spec.source,
         "score": scores["score"],
         "scores": scores,
         "references": [list(turn.references) for turn in sample.turns],
         "protocol": {"turns": sample.order, "questions": len(sample.turns)}
         | dict(sample.protocol)
-        | {"batch": cell.config.batch}
+        | {"batch": spec.config.batch}
         | how,
         "meta": meta,
-        "unfinished": sum(grading.unfinished(text, thinking) for text in whole) / max(1, len(whole)),
-        "shared": decoding is not None,
+        "unfinished": sum(one.unfinished for one in outputs) / max(1, len(outputs)),
+        "shared": result.decoding is not None,
         "out": out,
+        "rows": result.rows,
     }
 
 
 def without_times(out: dict[str, Any]) -> dict[str, Any]:
-    """What a run took when its prefill was another's says nothing: times and peaks become None."""
+    """A task's result with times and peaks None: where the prefill was another's they mean nothing."""
     cleared = {key: None if key in TIMES else value for key, value in out.items()}
     for moment in ("compressed", "end"):
         report = out.get(moment)

@@ -1,4 +1,4 @@
-"""`status=results/<sweep>`: which cells of a sweep are done, running, failed or missing."""
+"""Status of a sweep (`status=results/<sweep>`): which cells are done, running, failed or missing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from kvcompress.common import hashing
+from kvcompress.common import hashing, text
+from kvcompress.common.text import PlainConsole
 from kvcompress.sweep import record
-from kvcompress.sweep.launcher.cell import last_line
 from kvcompress.sweep.launcher.lock import holder
-from kvcompress.sweep.launcher.plan import noted_cells
+from kvcompress.sweep.launcher.sweep_file import noted_cells
+from kvcompress.sweep.outcome import last_line
 
 ORDER = ("running", "failed", "oom", "partial", "missing", "stale", "inactive", "ok")
 STYLE = {"failed": "red", "oom": "red", "running": "cyan", "ok": "green"}
@@ -26,7 +26,11 @@ def cells_of(sweep: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is no such sweep, or it was made by a version with another layout.
     """
-    if not sweep.is_dir():
+    try:
+        there = sweep.is_dir()
+    except (OSError, ValueError) as error:  # a name that the file system cannot hold
+        raise ValueError(f"status={str(sweep)[:60]}…: {getattr(error, 'strerror', None) or error}") from None
+    if not there:
         raise ValueError(f"status={sweep}: no such folder; give the folder of a sweep, such as results/default")
     noted = noted_cells(sweep)
     found = {path.parent.name for pattern in ("*/record.json", "*/config.yaml") for path in sweep.glob(pattern)}
@@ -37,7 +41,7 @@ def cells_of(sweep: Path) -> list[dict[str, Any]]:
 
 def _entry(sweep: Path, run_id: str, noted: dict[str, Any]) -> dict[str, Any]:
     folder = record.RunFolder(sweep.parent, sweep.name, run_id)
-    written = folder.record()
+    written, damage = _record(folder)
     entry = {"run_id": run_id, "samples": len(folder.rows()), "note": "", **noted}
     if written is not None:
         entry |= {key: written.get(key) for key in ("method", "budget", "task", "model", "seed", "score")}
@@ -48,12 +52,25 @@ def _entry(sweep: Path, run_id: str, noted: dict[str, Any]) -> dict[str, Any]:
             "note": f"process {held.get('pid')} on {held.get('host')} since {held.get('since')}",
         }
     elif written is None:
-        entry |= {"status": "missing", "note": "begun, not finished" if entry["samples"] else ""}
+        entry |= {"status": "missing", "note": damage or ("begun, not finished" if entry["samples"] else "")}
     else:
         finished = written["status"] in record.FINISHED
         stale = finished and written.get("versions.source") != hashing.source_hash()
         entry |= {"status": "stale" if stale else written["status"], "note": last_line(written.get("error"))}
     return entry
+
+
+def _record(folder: record.RunFolder) -> tuple[dict[str, Any] | None, str]:
+    """The record of a run, or None and what is wrong with the one that is there."""
+    path = folder.path / "record.json"
+    if not path.exists():
+        return None, ""
+    try:
+        found = record.read_record(path)
+    except ValueError as error:
+        return None, f"damaged: {str(error).removeprefix(f'{path}: ')}"
+    wrong = folder.fault(found)
+    return (found, "") if wrong is None else (None, f"damaged: {wrong.text}")
 
 
 def place(cell: dict[str, Any]) -> tuple[Any, ...]:
@@ -77,7 +94,7 @@ def show(sweep: Path, console: Console) -> int:
     except ValueError as error:
         console.print(str(error), style="red", highlight=False, markup=False)
         return 2
-    out = Console(width=None if Console().is_terminal else 140)
+    out = PlainConsole(width=None if Console().is_terminal else 140)
     same = [key for key in ("model", "seed") if len({str(cell.get(key)) for cell in cells}) == 1]  # said once, above
     if same:
         out.print(", ".join(f"{key} {cells[0].get(key)}" for key in same), highlight=False, markup=False)
@@ -85,7 +102,8 @@ def show(sweep: Path, console: Console) -> int:
     table = Table("status", *keys, "run", "note", box=None)
     for cell in sorted(cells, key=place):
         values = [shown(cell.get(key)) for key in keys]
-        table.add_row(cell["status"], *values, cell["run_id"], Text(cell["note"]), style=STYLE.get(cell["status"], ""))
+        texts = map(text.cell, (cell["status"], *values, cell["run_id"], cell["note"]))
+        table.add_row(*texts, style=STYLE.get(cell["status"], ""))
     out.print(table)
     counts = Counter(cell["status"] for cell in cells)
     out.print(", ".join(f"{counts[status]} {status}" for status in ORDER if counts[status]), highlight=False)
