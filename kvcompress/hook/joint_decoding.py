@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -112,7 +113,14 @@ class BatchedSession:
 
     def __init__(self, batch: Batch, method: Method, shared: SharedPrefill | None):
         self.batch = batch
-        self.session = Session(batch.model, method, batch.kernel, shared=shared, step=self._ask_step, attach=False)
+        ask = weakref.WeakMethod(self._ask_step)  # no cycle: what a job holds is freed when it ends
+
+        def step(ids: Tensor, real: Tensor | None) -> Tensor:
+            asked = ask()
+            assert asked is not None
+            return asked(ids, real)
+
+        self.session = Session(batch.model, method, batch.kernel, shared=shared, step=step, attach=False)
 
     @property
     def model(self) -> PreTrainedModel:

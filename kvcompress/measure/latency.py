@@ -146,7 +146,7 @@ def request(session: Any, ids: Tensor, output: int, looks: bool = False) -> Requ
     seconds = laps.seconds()
     end = session.report() if looks else {}
     first = torch.stack(tokens, 1)[0].tolist()
-    return Request(ttft, session.compressor.seconds, seconds, first, compressed, end)
+    return Request(ttft, session.compressor.stats.seconds, seconds, first, compressed, end)
 
 
 def runs(session: Any, ids: Sequence[int], shape: Shape, aa: bool = False) -> dict[str, Callable[[], Request]]:

@@ -101,7 +101,7 @@ class Report(Stored):
     time: dict[str, Positive | None] | None = None
     kept_per_layer: list[Positive] | None = None
     kept_per_head: list[list[Positive]] | None = None
-    reuse: dict[str, Number | None] | None = None
+    reuse: dict[str, Number | list[Number] | None] | None = None
 
 
 class End(Report):

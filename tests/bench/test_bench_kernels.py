@@ -108,7 +108,7 @@ def test_outcomes_are_kept_as_json_and_markdown_and_a_failure_stops_no_other(scr
     ]
     monkeypatch.setattr(gpu_checks, "checks", lambda pairs: fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_checks.measure, "hardware", lambda device: {"device": "a GPU"})
+    monkeypatch.setattr(gpu_checks.measuring, "hardware", lambda device: {"device": "a GPU"})
     assert script.gpu(script.parse(["gpu", "--out", str(tmp_path)])) == 1
     kept = json.loads((tmp_path / "checks.json").read_text())["checks"]
     assert [(c["name"], c["verdict"]) for c in kept] == [("one", "met"), ("two", "skipped"), ("three", "missed")]

@@ -43,7 +43,7 @@ def assert_same(eager, other, exact=True):
     assert torch.allclose(other[1], eager[1], atol=1e-4)
     ours, theirs = other[2], eager[2]
     assert torch.equal(ours.real, theirs.real) and ours.get_seq_length() == theirs.get_seq_length()
-    assert ours.kept_max == theirs.kept_max and torch.equal(ours.kept_tokens(), theirs.kept_tokens())
+    assert ours.sequence.kept_max == theirs.sequence.kept_max and torch.equal(ours.kept_tokens(), theirs.kept_tokens())
     for layer in range(len(ours.layers)):
         positions = ours.positions(layer)
         assert torch.equal(positions, theirs.positions(layer))

@@ -36,7 +36,7 @@ def slow_session(device, prefill=0.1, step=0.05):
         prefill=lambda ids: SimpleNamespace(logits=run(prefill, len(ids))),
         step=lambda ids: run(step, len(ids)),
         prepare=lambda tokens: None,
-        compressor=SimpleNamespace(seconds=0.0),
+        compressor=SimpleNamespace(stats=SimpleNamespace(seconds=0.0)),
     )
 
 

@@ -61,14 +61,14 @@ def passing(monkeypatch):
     """Which tokens each layer of the last fused forward computed, filled in as it runs."""
     found = []
 
-    class Spied(selective_recompute.Fusion):
+    class Spied(selective_recompute.SelectiveRecompute):
         def fuse(self, layer, keys, values):
             if layer == 0:
                 found.clear()
             found.append(list(range(self.length)) if self.passing is None else self.passing.tolist())
             return super().fuse(layer, keys, values)
 
-    monkeypatch.setattr(selective_recompute, "Fusion", Spied)
+    monkeypatch.setattr(selective_recompute, "SelectiveRecompute", Spied)
     return found
 
 
@@ -399,8 +399,8 @@ def test_a_chunk_that_proves_damaged_half_way_is_computed_anew():
     class Breaking(KVStore):
         broken = True
 
-        def get(self, ids, lead=(), form="raw"):
-            chunk = super().get(ids, lead, form)
+        def get(self, ids, lead=(), form="raw", disk=True):
+            chunk = super().get(ids, lead, form, disk=disk)
             if chunk is None or not self.broken or len(ids) != 16:
                 return chunk
             store = self

@@ -103,7 +103,7 @@ def test_attention_and_mask_can_be_registered_and_receive_what_we_use():
 
     AttentionInterface.register("test_compat_probe", attention)
     AttentionMaskInterface.register("test_compat_probe", mask)
-    model = small_model()
+    model = small_model(fresh=True)
     model.set_attn_implementation("test_compat_probe")
     expect(model.config._attn_implementation == "test_compat_probe", "set_attn_implementation takes registered names")
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_the_layer_may_hand_itself_on_through_the_keyword_arguments():
     AttentionInterface.register("test_compat_hand_on", attention)
     AttentionMaskInterface.register("test_compat_hand_on", masking_utils.eager_mask)
     for architecture in ("llama", "gemma2", "gpt_oss", "cohere2", "phi3"):
-        model = small_model(architecture)
+        model = small_model(architecture, fresh=True)
         model.set_attn_implementation("test_compat_hand_on")
         cache = cache_utils.Cache(layers=[Layer() for _ in range(model.config.num_hidden_layers)])
         seen.clear()
@@ -172,7 +172,7 @@ def test_features_arrive_as_keyword_arguments():
         ("gemma2", "sliding_window", 0),
         ("gpt_oss", "s_aux", 1),
     ):
-        model = small_model(architecture)
+        model = small_model(architecture, fresh=True)
         model.set_attn_implementation("test_compat_features")
         seen.clear()
         with torch.no_grad():

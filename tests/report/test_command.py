@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from kvcompress.common import hashing
 from kvcompress.report.command import Commands, from_hydra
 from kvcompress.sweep.cell_spec import identity
-from kvcompress.sweep.config import build_method, build_task, check_overrides, composing, folder
+from kvcompress.sweep.components import build_method, build_task
+from kvcompress.sweep.config import check_overrides, composing, folder
 
 CELLS = [
     ["model=random", "task=needle", "method=snapkv", "budget=0.25"],

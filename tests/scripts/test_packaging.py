@@ -50,9 +50,9 @@ def test_a_wheel_contains_config_files_and_the_type_marker(wheel):
     assert own <= set(wheel)
 
 
-def test_a_wheel_contains_the_data_of_methods(wheel):
-    own = {path.relative_to(ROOT / "methods").as_posix() for path in (ROOT / "methods" / "data").rglob("*.json")}
-    assert own and {f"kvcompress/methods/{path}" for path in own} <= set(wheel)
+def test_a_wheel_contains_the_data_of_calibrations(wheel):
+    own = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("kvcompress/calibrate/data/**/*") if path.is_file()}
+    assert own and own <= set(wheel)
 
 
 def test_a_wheel_contains_the_page_of_results_and_its_licences(wheel):

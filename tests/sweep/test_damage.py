@@ -19,7 +19,7 @@ from kvcompress.report import page_data
 from kvcompress.report.command import Commands
 from kvcompress.report.frame import measured
 from kvcompress.report.run_index import gather
-from kvcompress.report.table import leaderboard, markdown
+from kvcompress.report.table import leaderboard, leaderboard_markdown
 from kvcompress.sweep import record
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.launcher.status import cells_of
@@ -104,7 +104,7 @@ def show_everything(folder):
     measured(found)
     records = [entry.record for entry in found.entries]
     leaderboard(records, Console(file=io.StringIO(), width=200))
-    markdown([records])
+    leaderboard_markdown([records])
     page_data.build(gather([folder]), [], folder / "board.html", Commands())
     for path in (folder / "test").glob("*/record.json"):
         try:

@@ -18,8 +18,8 @@ def with_positions(monkeypatch):
     """Reports, which go into a sample's line, also say the positions each layer and head holds."""
     stock = Session.report
 
-    def report(session, **asked):
-        return stock(session, **asked) | {
+    def report(session, *args, **asked):
+        return stock(session, *args, **asked) | {
             "positions": [session.cache.positions(i).tolist() for i in session.full_layers]
         }
 

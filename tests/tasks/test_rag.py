@@ -141,7 +141,7 @@ def test_longbench_is_parted_at_its_numbers_and_own_files_are_read_too(tmp_path)
 
 
 def fitted(texts, room, how="drop", most=None, answers=("zebra",)):
-    record = passages.Asked("r", tuple(text + "\n\n" for text in texts), "q?", answers)
+    record = passages.MultiDocQuestion("r", tuple(text + "\n\n" for text in texts), "q?", answers)
     return passages.fit(record, len_encoder(), room, how, most, None)
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from kvcompress.measure import latency
 from kvcompress.measure.serving import measured_costs
+from kvcompress.sweep.launcher.scheduler import Scheduler
 from kvcompress.sweep.record import read_rows
-from kvcompress.sweep.run import Runner
 from kvcompress.tasks import Serving
 
 TINY = [
@@ -60,7 +60,7 @@ def run(tmp_path, trace):
             "sweep.name=test",
             "paths.data=null",
         ]
-        return Runner(Console(file=io.StringIO()))(composed(*fixed, *overrides))
+        return Scheduler(Console(file=io.StringIO()))(composed(*fixed, *overrides))
 
     return go
 

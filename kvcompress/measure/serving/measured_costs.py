@@ -83,7 +83,7 @@ def points(session: Any, ids: Sequence[int], plan: Plan) -> Points:
         session.cache = None
         synchronize(device)
         prefilled, seconds = timed(lambda prompt=prompt: session.prefill(prompt), device)  # type: ignore[misc]
-        spent = session.compressor.seconds
+        spent = session.compressor.stats.seconds
         found.prompts[length, 0] = max(1e-9, seconds - spent), spent
         one, found.compressed = prefilled.cache, session.report(kept_map=True)
         for batch in sorted(set(plan.batches)):
@@ -115,11 +115,11 @@ def _behind(session: Any, prompt: torch.Tensor, reused: int) -> tuple[float, flo
     else:
         session.prefill(first)
         held = session.cache
-        held.pending = None
+        held.keep_pending(None)
         work = lambda: session.prefill(rest, cache=held)  # noqa: E731
     synchronize(device)
     _, seconds = timed(work, device)
-    spent = session.compressor.seconds
+    spent = session.compressor.stats.seconds
     session.cache = None
     return max(1e-9, seconds - spent), spent
 

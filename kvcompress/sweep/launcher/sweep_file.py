@@ -58,5 +58,7 @@ def noted_cells(sweep: Path) -> dict[str, dict[str, Any]]:
     try:
         check_cells(found.get("cells"))
     except ValueError as error:
-        raise ValueError(f"{path}: cells is no table of cells ({error}); take it away to have it made again") from None
+        raise ValueError(
+            f"{path}: cells is no table of cells ({error}); take the file away to have it made again"
+        ) from None
     return dict(found["cells"])
