@@ -92,7 +92,7 @@ def show(sweep: Path, console: Console) -> int:
     try:
         cells = cells_of(sweep)
     except ValueError as error:
-        console.print(str(error), style="red", highlight=False, markup=False)
+        console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
         return 2
     out = PlainConsole(width=None if Console().is_terminal else 140)
     same = [key for key in ("model", "seed") if len({str(cell.get(key)) for cell in cells}) == 1]  # said once, above
