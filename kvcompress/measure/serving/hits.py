@@ -1,6 +1,6 @@
 """Hit rates of a trace without any model: requests replayed one after another, as if each were over before the next.
 
-    python -m kvcompress.measure.serving hits TRACE --blocks 1000,10000 --policies lru,belady
+    python -m kvcompress.serving hits TRACE --blocks 1000,10000 --policies lru,belady
 
 Counted are tokens of prompts that need not be computed again. Answers have no ids in these traces: what an answer adds
 is a miss in the next turn, so that a real system hits more.
