@@ -303,15 +303,14 @@ def test_a_table_of_cells_that_is_none_is_named(tmp_path, cells):
     assert show(tmp_path, console) == 2 and "take the file away" in console.file.getvalue()
 
 
-def test_status_of_a_record_whose_rows_are_none_says_that_it_is_damaged(tmp_path):
+def test_status_of_records_that_lack_keys_shows_what_there_is(tmp_path):
     folder = tmp_path / "test" / "abc"
     folder.mkdir(parents=True)
     found = {"run_id": "abc", "status": "ok", "model": "m", "task": "t", "method": "x", "budget": 0.5, "n_samples": 1}
     (folder / "record.json").write_text(json.dumps(found | {"score": 0.5}))
     (folder / "samples.jsonl").write_text('{"id": [1], "score": 1, "out": {}}\n{"id": "a", "score": "x", "out": {}}\n')
     (entry,) = cells_of(tmp_path / "test")
-    assert (entry["status"], entry.get("method"), entry["samples"]) == ("missing", None, 0)
-    assert entry["note"].startswith("damaged: ")  # the record counts a sample that is no row
+    assert (entry["status"], entry["method"], entry["samples"]) == ("stale", "x", 0)
 
 
 def test_cells_decode_together_by_default_and_the_record_says_so(tmp_path):

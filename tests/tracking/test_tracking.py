@@ -278,27 +278,9 @@ def test_the_agents_file_is_wandbs_and_no_choice_of_hydra():
         config.check_overrides(["sweep=wandb"], config.folder())
 
 
-class InThisProcess:
-    """What an agent starts a process for, done here: the same command with the same environment."""
-
-    def __init__(self, command, env, forward_signals):
-        program = command.index("scripts/run.py")
-        assert Path(command[program - 1]).name == "python" and (ROOT / command[program]).is_file()
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in env.items():
-                patch.setenv(name, value)
-            self.code = main(command[program + 1 :])
-
-    def wait(self):
-        return self.code
-
-
-@pytest.mark.parametrize("process", [InThisProcess, pytest.param(None, marks=pytest.mark.long)])
-def test_an_agents_command_makes_one_run_with_the_agents_id_also_where_all_is_done(monkeypatch, tmp_path, process):
+def test_an_agents_command_makes_one_run_with_the_agents_id_also_where_all_is_done(monkeypatch, tmp_path):
     """wandb's agent, fed by hand what its server would send; offline, on a small model."""
     agents = pytest.importorskip("wandb.wandb_agent")
-    if process is not None:
-        monkeypatch.setattr(agents, "AgentProcess", process)
     from wandb.sdk.launch.sweeps import utils
 
     definition = utils.load_sweep_config(str(config.folder() / "sweep" / "wandb.yaml"))
