@@ -105,9 +105,15 @@ def test_a_method_on_an_active_and_a_switched_adapter_equals_the_merged_model(ll
         assert (found - followed(plain[state], method, segments)).abs().max() <= 1e-4, state
 
 
-@pytest.mark.parametrize("name", ["CriticalKV", "LowRank", "CacheBlend"])
+# those that read or store what follows from weights; the others only with --long
+OF_WEIGHTS = ("CriticalKV", "LowRank", "CacheBlend")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OF_WEIGHTS else pytest.mark.long) for n in sorted(METHODS)]
+)
 def test_a_method_on_a_layer_that_peft_has_merged_in_place_equals_the_merged_model(name):
-    model = with_adapters(small_model())
+    model = with_adapters(small_model()).double()
     method, segments = made(name), [random_ids(1, n, seed=n) for n in (10, 14, 9)]
     plain = merged(model, "second")
     switch(model, "second")
