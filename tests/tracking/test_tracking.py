@@ -137,6 +137,19 @@ def test_the_table_of_samples_and_the_files_are_complete(swept):
         assert {file["path"] for file in files} == set(content.FILES)
 
 
+def test_a_tracker_is_told_nothing_of_the_machine(swept):
+    folder, _ = swept
+    for where in runs(folder).values():
+        for file in where.rglob("*"):
+            if file.is_file() and "logs" not in file.relative_to(where).parts:
+                content_of_file = file.read_bytes()
+                assert (
+                    str(ROOT).encode() not in content_of_file
+                    and str(Path.home()).encode() + b"/" not in content_of_file
+                )
+        assert not list(where.rglob("wandb-metadata.json"))
+
+
 def test_the_leaderboard_has_a_line_per_run_and_its_figures(swept):
     folder, _ = swept
     where = runs(folder)["board-test"]
