@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 import yaml
@@ -28,6 +29,7 @@ HUB = (
     "Xnhyacinth/LongBench"  # parquet; the publisher's own copy needs a loading script, which `datasets` no longer runs
 )
 MARGIN = 64  # positions left free beside prompt and answer where max_length follows from the model
+BUCKETS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, None)}  # LongBench-E's, by the rows' `length`
 
 
 @lru_cache(maxsize=1)
@@ -68,7 +70,7 @@ class LongBench(RowTask):
     """One data set of LongBench. `dataset` and `metric` are the class's.
 
     Attributes:
-        extended: LongBench-E's even spread over lengths, where the data set has one.
+        extended: LongBench-E's even spread over lengths, where the data set has one; scores by length beside the mean.
         max_length: tokens of a prompt at most; None: what the tokenizer says the model takes, less the answer.
         truncation: "text", the published rule (the halves are decoded, joined, wrapped and tokenised again), or
             "tokens", exact in token space with the wrapper kept.
@@ -131,6 +133,9 @@ class LongBench(RowTask):
         head, _, rest = self.published["template"].partition("{context}")
         tail = rest.format(input=jsonl.text(row, "input", where))
         references = jsonl.answers(row["answers"], "answers", where)
+        length = row["length"]
+        if self.extended and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
+            raise ValueError(f"{where}: length must be a whole number of words, found {length!r:.60}")
         if self.metric == "classification":
             jsonl.answers(row["all_classes"], "all_classes", where)
         return RowPrompt(head + jsonl.text(row, "context", where) + tail, tail, references)
@@ -170,6 +175,14 @@ class LongBench(RowTask):
     def clean(self, text: str) -> str:
         """An answer as it is scored: its first line where LongBench cuts it, else all of it."""
         return text.lstrip("\n").split("\n")[0] if self.published["first_line"] else text
+
+    def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Of LongBench-E the mean of each bucket of lengths, as published, and how many samples it has."""
+        found: dict[str, Any] = {}
+        for name, (least, below) in BUCKETS.items() if self.extended else ():
+            within = [r["score"] for r in rows if least <= r["meta"]["length"] and (below is None or r["meta"]["length"] < below)]
+            found |= {f"n_{name}": len(within), f"score_{name}": fmean(within) if within else None}
+        return found
 
 
 def _dataset(name: str, about: dict[str, Any]) -> type[Task]:

@@ -13,13 +13,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 from kvcompress import metrics
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
-from kvcompress.data import jsonl, prompts
+from kvcompress.data import conversation, jsonl, prompts
 from kvcompress.data.haystack import ADJECTIVES, NOUNS, build_haystack, follow_up, load_haystack, prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.tasks import kv_retrieval, needle
@@ -29,7 +28,6 @@ FORMS = {  # metric and tokens of an answer, unless told otherwise
     "kv_retrieval": ("string_match_part", 100),
     "rows": ("qa_f1", 64),
 }
-ORDERS = ("independent", "session", "gold")
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class MultiQuestion(Task):
         object.__setattr__(self, "lengths", tuple(self.lengths))
         valid = {
             "form": tuple(FORMS),
-            "turns": ORDERS,
+            "turns": conversation.ORDERS,
             "haystack": ("noise", "essay"),
             "essays": ("auto", "builtin", "files"),
             "template": prompts.TEMPLATES,
@@ -125,8 +123,7 @@ class MultiQuestion(Task):
         return FORMS[self.form][0] if self.scorer == "auto" else self.scorer
 
     def cannot_batch(self) -> str | None:
-        alone = self.turns == "independent"
-        return None if alone else f"task.turns={self.turns} leaves answers of different lengths in the cache"
+        return conversation.cannot_batch(self.turns)
 
     # ------------------------------------------------------------------ contexts and questions
 
@@ -268,13 +265,11 @@ class MultiQuestion(Task):
         """Mean over the questions of the metric, and each question's own as `turn_1`, `turn_2`, …"""
         pairs = zip(out["text"], sample.turns, strict=True)
         found = [metrics.score(self.metric, text, turn.references) for text, turn in pairs]
-        return {"score": fmean(found), **{f"turn_{at}": value for at, value in enumerate(found, 1)}}
+        return conversation.scores(found)
 
     def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Mean score of each place in the order of questions, and how many samples have one there."""
-        most = max(sum(name.startswith("turn_") for name in row["scores"]) for row in rows)
-        scores = [[r["scores"][f"turn_{at}"] for r in rows if f"turn_{at}" in r["scores"]] for at in range(1, most + 1)]
-        return {"score_by_turn": [fmean(one) for one in scores], "n_by_turn": [len(one) for one in scores]}
+        return conversation.by_turn(rows)
 
 
 def _written(question: Question, template: str) -> str:

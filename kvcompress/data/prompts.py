@@ -48,10 +48,14 @@ def resolve_template(tokenizer: Any, template: str) -> str:
     return "chat" if template != "none" and has else "none"
 
 
-def cut_text(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
+def cut_text(tokenizer: Any, text: str, limit: int, joined: bool = False) -> tuple[str, int]:
     """LongBench's rule: the decoded first and last `limit // 2` tokens, joined as text.
 
     What comes out is tokenised again, so that it may be a few tokens longer or shorter than `limit`.
+
+    Args:
+        joined: decode both halves as one, as InfiniteBench does; where bytes of a character or a space stand at the
+            border, the text differs.
 
     Returns:
         the text, and the number of tokens cut out.
@@ -60,6 +64,8 @@ def cut_text(tokenizer: Any, text: str, limit: int) -> tuple[str, int]:
     if len(ids) <= limit:
         return text, 0
     half = limit // 2
+    if joined:
+        return tokenizer.decode([*ids[:half], *ids[-half:]], skip_special_tokens=True), len(ids) - 2 * half
     first, last = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
     return first + last, len(ids) - 2 * half
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvcompress.common.hashing import content_hash
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import hub, jsonl, prompts
 from kvcompress.data.task import Sample, Task, Turn
 
@@ -181,3 +182,22 @@ class RowTask(Task):
                 protocol={"question": self.question, "template": prompt.template, "max_length": limit},
                 meta={**self.about(row), **prompts.describe(tokenizer, prompt)},
             )
+
+
+def check_fits(tokenizer: Any, answer: str, most: int, where: str) -> None:
+    """Refuse a right answer that is longer than answers may be: no run could give it.
+
+    Raises:
+        ValueError: names the row, the answer, its length and the limit.
+    """
+    tokens = len(plain_ids(tokenizer, answer))
+    if tokens > most:
+        raise ValueError(
+            f"{where} {answer!r:.60} takes {tokens} tokens, and an answer may have {most}: set task.max_new_tokens to "
+            f"{tokens} or more, or leave the row out"
+        )
+
+
+def place(where: str) -> str:
+    """Where a row stands without its folder: `passkey.jsonl line 3`."""
+    return where.rpartition("/")[2]

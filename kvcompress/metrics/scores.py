@@ -7,43 +7,23 @@ scripts/eval/synthetic/constants.py). Checked against scores that were published
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
-import string
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-CJK_PUNCTUATION = (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"
-    "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
-)
-_ASCII = str.maketrans("", "", string.punctuation)
-_BOTH = str.maketrans("", "", string.punctuation + CJK_PUNCTUATION)
+from kvcompress.metrics import long_context
+from kvcompress.metrics.words import ASCII, BOTH, needs, token_f1
 
 
-def _needs(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ValueError(
-            f"this metric needs the package {package.partition('.')[0].replace('_', '-')!r}: pip install 'kvcompress[metrics]'"
-        ) from error
+
 
 
 def normalise(text: str) -> str:
     """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_ASCII)).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(ASCII)).split())
 
 
-def token_f1(prediction: Sequence[Hashable], reference: Sequence[Hashable]) -> float:
-    """F1 of the two multisets of tokens; 0 where nothing is shared."""
-    shared = sum((Counter(prediction) & Counter(reference)).values())
-    if shared == 0:
-        return 0.0
-    precision, recall = shared / len(prediction), shared / len(reference)
-    return 2 * precision * recall / (precision + recall)
 
 
 def qa_f1(prediction: str, reference: str) -> float:
@@ -53,7 +33,7 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 def cut(text: str) -> list[str]:
     """Chinese text in words, as jieba parts it."""
-    jieba = _needs("jieba")
+    jieba = needs("jieba")
     jieba.setLogLevel("ERROR")
     return list(jieba.cut(text, cut_all=False))
 
@@ -62,7 +42,7 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
     """Token F1 of words, lower case, without punctuation of either script."""
 
     def words(text: str) -> list[str]:
-        return [word for word in ("".join(w.lower().translate(_BOTH).split()) for w in cut(text)) if word]
+        return [word for word in ("".join(w.lower().translate(BOTH).split()) for w in cut(text)) if word]
 
     return token_f1(words(prediction), words(reference))
 
@@ -73,7 +53,7 @@ def rouge_l(prediction: str, reference: str) -> float:
     Not the ROUGE-L of `rouge_score`. What that package cannot score (an empty text, or sentences of a thousand words)
     counts 0, as published.
     """
-    rouge = _needs("rouge").Rouge()
+    rouge = needs("rouge").Rouge()
     try:
         return float(rouge.get_scores([prediction], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):
@@ -140,7 +120,7 @@ def exact_match(prediction: str, reference: str) -> float:
 
 @lru_cache(maxsize=1)
 def _rouge1() -> Any:
-    return _needs("rouge_score.rouge_scorer").RougeScorer(["rouge1"], use_stemmer=True)
+    return needs("rouge_score.rouge_scorer").RougeScorer(["rouge1"], use_stemmer=True)
 
 
 def rouge1(prediction: str, reference: str) -> float:
@@ -179,14 +159,18 @@ PAIRWISE: dict[str, Callable[[str, str], float]] = {
 JOINT: dict[str, Callable[[str, Sequence[str]], float]] = {
     "string_match_all": string_match_all,
     "string_match_part": string_match_part,
+    **long_context.RULES,
 }
 # Why a published metric may deny a right answer its full score, or give an empty one some.
 MISSES: dict[str, str] = {
     **dict.fromkeys(("qa_f1", "qa_f1_tokens", "qa_f1_zh", "exact_match"), "articles and punctuation do not count"),
     **dict.fromkeys(("rouge_l", "rouge_l_zh"), "texts without a word, and sentences of a thousand, cannot be scored"),
-    "rouge1": "texts without a word cannot be scored",
+    **dict.fromkeys(("rouge1", "rouge_lsum"), "texts without a word cannot be scored"),
     "code_sim": "lines with a comment or code mark are passed over",
     "classification": "class names within one another share the point",
+    "speaker": "names of several words and in small letters are not found",
+    "characters_f1": "texts of punctuation alone have no characters",
+    "function_found": "functions of a few words are not similar enough to themselves, and of equal ones the first wins",
 }
 VERSIONS: dict[str, str] = dict.fromkeys([*PAIRWISE, "classification", *JOINT], "1")
 

@@ -35,7 +35,7 @@ NUMBERS = {
     "ratio": "kv.ratio", "held": "kv.bytes_held", "peak": "kv.bytes_peak", "full": "kv.bytes_full",
     "read": "kv.read_bytes_per_token", "moved": "kv.moved_bytes_per_token", "kept": "kv.kept_tokens_mean",
     "ttft": "time.ttft_s", "tpot": "time.tpot_s", "compress": "time.compress_s", "kl": "metrics.kl",
-    "ppl": "metrics.perplexity_ratio",
+    "ppl": "metrics.perplexity_ratio", "words4": "metrics.score_0-4k", "words8": "metrics.score_4-8k", "words9": "metrics.score_8k+",
 }  # fmt: skip
 DETAILS = (
     *("seed", "dtype", "device", "metric", "versions.git_commit", "versions.torch", "versions.transformers"),

@@ -75,6 +75,12 @@ GAP: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("ESS", lambda record: _number(record.get("metrics.gap_ess_token"), ".1%")),
     ("MiB/group", lambda record: _mib(record.get("metrics.bytes_group"))),
 )
+# mean score by length, where a task has LongBench-E's buckets
+BUCKETS: tuple[tuple[str, str], ...] = (
+    ("0–4k", "metrics.score_0-4k"),
+    ("4–8k", "metrics.score_4-8k"),
+    ("8k+", "metrics.score_8k+"),
+)
 # multiples of the full cache's figure in the same run, where a task measured any
 RATIOS: tuple[tuple[str, str], ...] = (
     ("TTFT ×", "metrics.ratio_ttft"),
@@ -96,6 +102,7 @@ RATIOS_LEGEND = (
     " · ×: as a multiple of the full cache in the same run, median over the grid (peak and steady: memory above the weights; "
     "served and goodput: simulated)"
 )
+BUCKETS_LEGEND = " · 0–4k, 4–8k, 8k+: mean score of samples with as many words (LongBench-E)"
 AA_LEGEND = " · A/A: TTFT and TPOT of the full cache against itself; a × no farther from 1 says nothing"
 DIVERGENCE_LEGEND = (
     " · KL: mean divergence of the next-token distribution from the full cache's, in nats · perplexity: as a multiple of "
@@ -116,20 +123,28 @@ def legend(records: Iterable[Record]) -> str:
     beside = [name for name, _ in _ratio_columns(records)]
     if any(record.get("parts.reader") not in (None, "all") for record in records):
         text += " · reads: bytes per decoded token, as a share of the full cache's"
+    text += BUCKETS_LEGEND if _columns_of(BUCKETS, records, ".3f") else ""
     text += (RATIOS_LEGEND if beside else "") + (AA_LEGEND if "A/A" in beside else "")
     text += GAP_LEGEND if any(record.get("metrics.gap_k3") is not None for record in records) else ""
     return text + (DIVERGENCE_LEGEND if any(record.get("metrics.kl") is not None for record in records) else "")
 
 
-def _ratio_columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
-    """Columns of `RATIOS` that any record of a group has."""
+def _columns_of(
+    known: Sequence[tuple[str, str]], group: Sequence[Record], form: str
+) -> list[tuple[str, Callable[[Record], str]]]:
+    """Columns of heading and key that any record of a group has."""
 
     def show(key: str) -> Callable[[Record], str]:
-        return lambda record: _number(record.get(key), ".2f")
+        return lambda record: _number(record.get(key), form)
 
-    shown = [(name, show(key)) for name, key in RATIOS if any(record.get(key) is not None for record in group)]
+    return [(name, show(key)) for name, key in known if any(record.get(key) is not None for record in group)]
+
+
+def _ratio_columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]], ...]:
+    """Columns of `RATIOS` that any record of a group has."""
+    shown = _columns_of(RATIOS, group, ".2f")
     if any(record.get(key) is not None for key in AA for record in group):
-        shown.append(("A/A", lambda record: ", ".join(show(key)(record) for key in AA)))
+        shown.append(("A/A", lambda record: ", ".join(_number(record.get(key), ".2f") for key in AA)))
     return tuple(shown)
 
 
@@ -137,7 +152,7 @@ def columns(group: Sequence[Record]) -> tuple[tuple[str, Callable[[Record], str]
     """What a table of these records shows."""
     divergence = () if all(record.get("metrics.kl") is None for record in group) else DIVERGENCE
     gap = () if all(record.get("metrics.gap_k3") is None for record in group) else GAP
-    return (*COLUMNS[:4], *divergence, *gap, *_ratio_columns(group), *COLUMNS[4:])
+    return (*COLUMNS[:4], *_columns_of(BUCKETS, group, ".3f"), *divergence, *gap, *_ratio_columns(group), *COLUMNS[4:])
 
 
 def title(record: Record) -> str:

@@ -57,6 +57,7 @@ KV.table = (() => {
     { key: "budget", label: "Budget", show: KV.budget, sort: number("budget") },
     { key: "score", label: "Score", show: scoreCell, sort: number("score"), down: true },
     { key: "delta", label: "Δ full", show: deltaCell, sort: (r) => (r.base ? 0 : r.delta), down: true },
+    ...[["words4", "0–4k"], ["words8", "4–8k"], ["words9", "8k+"]].map(([key, label]) => ({ key, label, show: (r) => (known(r[key]) ? KV.fixed(r[key]) : MISSING), sort: number(key), down: true, only: () => data.rows.some((r) => known(r[key])) })),
     { key: "kl", label: "KL", show: (r) => (known(r.kl) ? r.kl.toPrecision(3) : MISSING), sort: number("kl"), only: () => data.rows.some((r) => known(r.kl)) },
     { key: "ratio", label: "KV bytes", show: bytesCell, sort: number("ratio") },
     { key: "read", label: "Read / token", show: (r) => KV.bytes(r.read), sort: number("read") },

@@ -53,19 +53,23 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
     return replace(sample, turns=turns)
 
 
-def check_lengths(samples: Sequence[Sample], model: Any, method: Method) -> None:
+def check_lengths(samples: Sequence[Sample], limit: int | None, method: Method) -> None:
     """Refuse samples longer than the model's positions, before any of them is run.
 
+    Args:
+        limit: positions that the model has; None where its configuration does not say.
+
     Raises:
-        ValueError: names the sample, its length and the limit.
+        ValueError: names the sample, the row of the data where its task says so, its length and the limit.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or method.compact_positions:
         return
     longest = max(samples, key=lambda sample: sample.total_tokens())
     if longest.total_tokens() > limit:
+        row, asked = longest.meta.get("row"), len(longest.turns)
         raise ValueError(
-            f"sample {longest.id} needs {longest.total_tokens()} positions, answer included; the model has {limit}; "
+            f"sample {longest.id}{f' ({row})' if row else ''} needs {longest.total_tokens()} positions, "
+            f"{'answer' if asked == 1 else f'{asked} questions and answers'} included; the model has {limit}; "
             "choose shorter prompts, or a method with compact positions"
         )
 
