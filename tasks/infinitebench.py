@@ -18,7 +18,7 @@ import yaml
 
 from kvcompress import metrics
 from kvcompress.data import hub, jsonl, prompts
-from kvcompress.data.row_task import RowPrompt, RowTask, check_fits, place
+from kvcompress.data.row_task import RowPrompt, RowTask, check_fits, named, place
 from kvcompress.data.task import Sample, Task, Turn, of_suite
 
 HUB = "xinrongzhang2022/InfiniteBench"
@@ -31,7 +31,9 @@ LETTERS = "ABCD"
 @lru_cache(maxsize=1)
 def settings() -> dict[str, dict[str, Any]]:
     """The published settings of each set."""
-    return yaml.safe_load((Path(__file__).parent / "data" / "infinitebench.yaml").read_text(encoding="utf-8"))["datasets"]
+    return yaml.safe_load((Path(__file__).parent / "data" / "infinitebench.yaml").read_text(encoding="utf-8"))[
+        "datasets"
+    ]
 
 
 def _single(value: Any, where: str) -> Any:
@@ -200,7 +202,8 @@ class InfiniteBench(RowTask):
             text, cut = asked.text, 0
             if limit is not None:
                 text, cut = prompts.cut_text(tokenizer, text, limit, joined=True)
-            made = prompts.build(tokenizer, text, asked.tail, template, None, "text", hide)
+            with named(where):
+                made = prompts.build(tokenizer, text, asked.tail, template, None, "text", hide)
             facts = prompts.describe(tokenizer, made) | {"truncated_tokens": cut}
             yield Sample(
                 id=str(at),

@@ -20,7 +20,7 @@ from kvcompress import metrics
 from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import hub, jsonl, prompts
 from kvcompress.data.prompts import resolve_template
-from kvcompress.data.row_task import RowPrompt, RowTask
+from kvcompress.data.row_task import RowPrompt, RowTask, named
 from kvcompress.data.task import Sample, Task, Turn, of_suite
 from kvcompress.data.thinking import template_opens
 
@@ -149,8 +149,9 @@ class LongBench(RowTask):
         newline = self.published["newline_stops"] and not (opened and self.published["first_line"])
         stop = tuple(plain_ids(tokenizer, "\n")[-1:]) if newline else ()
         hide = self.question == "hidden"
-        for number, (row, asked) in enumerate(self.row_prompts()):
-            prompt = prompts.build(tokenizer, asked.text, asked.tail, template, limit, self.truncation, hide)
+        for number, ((where, _), (row, asked)) in enumerate(zip(self.located(), self.row_prompts(), strict=True)):
+            with named(where):
+                prompt = prompts.build(tokenizer, asked.text, asked.tail, template, limit, self.truncation, hide)
             # as published: a newline cannot be all there is
             turn = Turn(prompt.question, self.new_tokens(row), stop, asked.references, min_new_tokens=1 if stop else 0)
             yield Sample(
@@ -180,7 +181,11 @@ class LongBench(RowTask):
         """Of LongBench-E the mean of each bucket of lengths, as published, and how many samples it has."""
         found: dict[str, Any] = {}
         for name, (least, below) in BUCKETS.items() if self.extended else ():
-            within = [r["score"] for r in rows if least <= r["meta"]["length"] and (below is None or r["meta"]["length"] < below)]
+            within = [
+                r["score"]
+                for r in rows
+                if least <= r["meta"]["length"] and (below is None or r["meta"]["length"] < below)
+            ]
             found |= {f"n_{name}": len(within), f"score_{name}": fmean(within) if within else None}
         return found
 

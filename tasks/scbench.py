@@ -23,7 +23,7 @@ from kvcompress import metrics
 from kvcompress.common.prose import Encoder
 from kvcompress.data import conversation, hub, jsonl, prompts
 from kvcompress.data.haystack import follow_up, prompt_template
-from kvcompress.data.row_task import RowPrompt, RowTask, check_fits, place
+from kvcompress.data.row_task import RowPrompt, RowTask, check_fits, named, place
 from kvcompress.data.task import Sample, Task, Turn, of_suite
 from kvcompress.metrics import code_retrieval
 from kvcompress.tasks.infinitebench import LETTERS, number, options
@@ -193,7 +193,9 @@ class SCBench(RowTask):
         if mixes := self.published.get("mixes"):
             kind = str(jsonl.check(turn, ("task",), where)["task"]).removeprefix("scbench_")
             if kind not in mixes:
-                raise ValueError(f"{where}: task={turn['task']!r:.60}; valid: {', '.join(f'scbench_{m}' for m in mixes)}")
+                raise ValueError(
+                    f"{where}: task={turn['task']!r:.60}; valid: {', '.join(f'scbench_{m}' for m in mixes)}"
+                )
         values = {"input": said, "question": said}
         value, form = turn["answer"], settings_of(kind)["answer"]
         if form == "texts":
@@ -241,11 +243,9 @@ class SCBench(RowTask):
                 if self.metric_of(asked.kind) in metrics.EXACT:
                     where = f"{one.where}, question {number_}: answer"
                     check_fits(tokenizer, asked.references[0], self._new(asked.kind), where)
-            context, ids, template, cut = (
-                self._apart(tokenizer, one, limit)
-                if self.turns == "independent"
-                else self._in_turn(tokenizer, one, limit)
-            )
+            made = self._apart if self.turns == "independent" else self._in_turn
+            with named(one.where):
+                context, ids, template, cut = made(tokenizer, one, limit)
             meta: dict[str, Any] = {"row": place(one.where), "kinds": [asked.kind for asked in one.asked]}
             if one.repository:
                 meta |= {"repo": one.repository, "lang": one.language, "functions": [a.function for a in one.asked]}
@@ -305,7 +305,9 @@ class SCBench(RowTask):
         rows = self.rows()
         most = self._most(rows[0])
         asked = [turn for row in rows if row["repo"] == repository for turn in row["multi_turns"][:most]]
-        return [(turn["name"], turn["answer"]) for turn in asked if turn.get("task", "scbench_repoqa") == "scbench_repoqa"]
+        return [
+            (turn["name"], turn["answer"]) for turn in asked if turn.get("task", "scbench_repoqa") == "scbench_repoqa"
+        ]
 
     def gold(self, sample: Sample) -> list[str] | None:
         right = []

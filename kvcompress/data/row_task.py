@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -171,10 +172,11 @@ class RowTask(Task):
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         hide, limit = self.question == "hidden", self.limit(tokenizer)
-        for number, (row, asked) in enumerate(self.row_prompts()):
-            prompt = prompts.build(
-                tokenizer, asked.text, asked.tail, self.template, limit, "text", hide, answer=asked.prefix
-            )
+        for number, ((where, _), (row, asked)) in enumerate(zip(self.located(), self.row_prompts(), strict=True)):
+            with named(where):
+                prompt = prompts.build(
+                    tokenizer, asked.text, asked.tail, self.template, limit, "text", hide, answer=asked.prefix
+                )
             yield Sample(
                 id=str(row.get("_id") or number),
                 segments=(prompt.context,),
@@ -182,6 +184,15 @@ class RowTask(Task):
                 protocol={"question": self.question, "template": prompt.template, "max_length": limit},
                 meta={**self.about(row), **prompts.describe(tokenizer, prompt)},
             )
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """What is wrong with a row, with where it stands."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def check_fits(tokenizer: Any, answer: str, most: int, where: str) -> None:

@@ -8,7 +8,6 @@ depend on it. References are texts, numbers among them as they are written.
 from __future__ import annotations
 
 import re
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -155,8 +154,6 @@ def characters_f1(prediction: str, references: Sequence[str]) -> float:
         return "".join(text.lower().translate(BOTH).split())
 
     return max(token_f1(characters(prediction), characters(reference)) for reference in references)
-
-
 
 
 @lru_cache(maxsize=1)

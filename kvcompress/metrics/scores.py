@@ -16,14 +16,9 @@ from kvcompress.metrics import long_context
 from kvcompress.metrics.words import ASCII, BOTH, needs, token_f1
 
 
-
-
-
 def normalise(text: str) -> str:
     """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(ASCII)).split())
-
-
 
 
 def qa_f1(prediction: str, reference: str) -> float:

@@ -137,7 +137,11 @@ def load_tokenizer(
 
 
 def max_positions(
-    name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False, revision: str | None = None, **options: Any
+    name_or_path: str | os.PathLike[str],
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **options: Any,
 ) -> int | None:
     """Positions that a model has, without its weights; None where its configuration does not say.
 

@@ -34,7 +34,11 @@ def row(name, at=0):
     numbers = [rng.randrange(100) for _ in range(6)]
     about = {
         "passkey": (f"The pass key is {key}. " + BOOK, "What is the pass key?", [key]),
-        "number_string": (f"The sequence of digits is {key}{other}. ", "What is the sequence of digits?", f"{key}{other}"),
+        "number_string": (
+            f"The sequence of digits is {key}{other}. ",
+            "What is the sequence of digits?",
+            f"{key}{other}",
+        ),
         "kv_retrieval": (f'{{"{other}": "v{key}"}}', f'\nKey: "{other}"\nThe value is: ', f"v{key}"),
         "longbook_sum_eng": (BOOK * 3, "", [f"Ann met {key}.\nBoats went out.", "Boats."]),
         "longbook_qa_eng": (BOOK, "Whom did Ann meet?", ["Bob", "her brother"]),
@@ -67,7 +71,9 @@ def text_of(sample):
 
 def filled(name, one, prompt="yarn-mistral"):
     """The published prompt of a row, written down once more."""
-    values = {**one, "question": one["input"]} | dict(zip(map("OPTION_{}".format, "ABCD"), one["options"], strict=False))
+    values = {**one, "question": one["input"]} | dict(
+        zip(map("OPTION_{}".format, "ABCD"), one["options"], strict=False)
+    )
     if name == "math_find":
         values["prefix"] = "What is the largest number in the following list?"
     if name == "code_run":
@@ -80,7 +86,9 @@ def test_twenty_rows_as_published_go_through_prompt_answer_and_score(name, tmp_p
     rows = [row(name, at) for at in range(20)]
     task = made(tmp_path, name, rows)
     samples = list(task.samples(TOKENIZER))
-    assert task.fingerprint()["records"] == len(samples) == 20 and [s.id for s in samples] == [str(i) for i in range(20)]
+    assert task.fingerprint()["records"] == len(samples) == 20 and [s.id for s in samples] == [
+        str(i) for i in range(20)
+    ]
     for sample, one in zip(samples, rows, strict=True):
         assert text_of(sample) == filled(name, one) and sample.turns[0].ids == ()
         assert sample.turns[0].max_new_tokens == settings()[name]["max_new_tokens"]
@@ -103,7 +111,9 @@ def references(name, label):
     return TASKS[f"infinitebench/{name}"]().row_prompt(one, "here").references
 
 
-@pytest.mark.parametrize(("name", "pairs"), [(name, pairs) for names, pairs in SCORED.items() for name in names.split()])
+@pytest.mark.parametrize(
+    ("name", "pairs"), [(name, pairs) for names, pairs in SCORED.items() for name in names.split()]
+)
 def test_scores_are_those_of_the_published_scorer(name, pairs):
     assert len(pairs) == 200
     metric = settings()[name]["metric"]
@@ -130,9 +140,17 @@ def test_long_prompts_are_cut_in_the_middle_and_both_halves_decoded_as_one(tmp_p
 
 
 def test_gpt4s_wording_is_wrapped_in_a_chat_and_the_question_can_be_held_back(tmp_path):
-    sample = next(iter(made(tmp_path, "longbook_qa_eng", [row("longbook_qa_eng")], prompt="gpt4", question="hidden").samples(TOKENIZER)))
+    sample = next(
+        iter(
+            made(tmp_path, "longbook_qa_eng", [row("longbook_qa_eng")], prompt="gpt4", question="hidden").samples(
+                TOKENIZER
+            )
+        )
+    )
     assert sample.protocol["template"] == "chat" and sample.protocol["question"] == "hidden"
-    context, asked = (TOKENIZER.decode(ids, skip_special_tokens=True) for ids in (sample.segments[0], sample.turns[0].ids))
+    context, asked = (
+        TOKENIZER.decode(ids, skip_special_tokens=True) for ids in (sample.segments[0], sample.turns[0].ids)
+    )
     assert context.rstrip().endswith(BOOK.strip()) and "Whom" not in context and "Question: Whom did Ann meet?" in asked
 
 
@@ -178,7 +196,9 @@ def test_a_missing_column_and_an_answer_longer_than_answers_may_be_are_named_wit
     with pytest.raises(ValueError, match=r"passkey\.jsonl line 2: field 'input' is missing; found: .*context"):
         made(tmp_path, "passkey", [row("passkey"), {"context": "x", "answer": "1"}]).fingerprint()
     task = made(tmp_path, "passkey", [row("passkey"), row("passkey") | {"answer": "1234567"}])
-    with pytest.raises(ValueError, match="line 2: answer '1234567' takes 7 tokens, and an answer may have 6: set task.max_new"):
+    with pytest.raises(
+        ValueError, match="line 2: answer '1234567' takes 7 tokens, and an answer may have 6: set task.max_new"
+    ):
         list(task.samples(TOKENIZER))
 
 
@@ -191,16 +211,20 @@ def test_a_run_of_a_file_is_scored_and_one_that_needs_more_positions_is_refused_
     tmp_path, monkeypatch
 ):
     path = write(tmp_path, "code_debug", [row("code_debug", at) for at in range(20)])
-    run = cell(tmp_path, "task=infinitebench/code_debug", f"task.source={path}", "method=snapkv", "budget=0.5")
+    run = cell(
+        tmp_path, "task=infinitebench/code_debug", f"task.source={path}", "method=snapkv", "budget=0.5", "limit=1"
+    )
     outcome = Scheduler(Console(file=io.StringIO()))(run)
-    assert outcome.status == "ok" and outcome.record["n_samples"] == 20, outcome.note
+    assert outcome.status == "ok" and outcome.record["n_samples"] == 1, outcome.note
 
     def unread(*_, **__):
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(loading, "load", unread)
-    write(tmp_path, "code_debug", [row("code_debug"), row("code_debug") | {"context": "x = 1\n" * 30_000}])
-    long = cell(tmp_path, "task=infinitebench/code_debug", f"task.source={path}", "task.max_length=180000", "method=full")
+    write(tmp_path, "code_debug", [row("code_debug"), row("code_debug") | {"context": "x = 1\n" * 2_000}])
+    long = cell(
+        tmp_path, "task=infinitebench/code_debug", f"task.source={path}", "task.max_length=12000", "method=full"
+    )
     outcome = Scheduler(Console(file=io.StringIO()))(long)
     assert outcome.status == "failed" and "sample 1 (code_debug.jsonl line 2) needs" in outcome.note, outcome.note
     assert "positions, answer included; the model has" in outcome.note
