@@ -101,7 +101,10 @@ class MultiQuestion(Task):
             "haystack": ("noise", "essay"),
             "essays": ("auto", "builtin", "files"),
             "template": prompts.TEMPLATES,
-            "scorer": ("auto", *(name for name in metrics.VERSIONS if name != "classification")),
+            "scorer": (
+                "auto",
+                *(name for name in metrics.VERSIONS if name not in ("classification", *metrics.WITH_LETTER)),
+            ),
         }
         for field, values in valid.items():
             if getattr(self, field) not in values:

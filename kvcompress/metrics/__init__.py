@@ -1,9 +1,9 @@
 """Metrics of published benchmarks: plain functions in `scores`, and as modules of `evaluate` through `load`."""
 
-from kvcompress.metrics.long_context import EXACT, gold
+from kvcompress.metrics.long_context import EXACT, WITH_LETTER, gold
 from kvcompress.metrics.scores import MISSES, VERSIONS, score
 
-__all__ = ["EXACT", "MISSES", "VERSIONS", "gold", "load", "score"]
+__all__ = ["EXACT", "MISSES", "VERSIONS", "WITH_LETTER", "gold", "load", "score"]
 
 
 def __getattr__(name: str) -> object:

@@ -181,6 +181,8 @@ GOLD: dict[str, Callable[[Sequence[str]], str]] = {
     "leading_numbers": ", ".join,
     "share_contained": ", ".join,
 }
+# Rules whose references are text and letter of the right option.
+WITH_LETTER = ("choice", "choice_of_code")
 # Rules that find an answer only where all of the first reference is written out.
 EXACT = frozenset(
     ("first_number", "whole_word", "speaker", "last_number", "list_number", "list_number_whole", "substring")

@@ -25,6 +25,9 @@ ROWS = {  # task, option that names its file, a sound row
     "rag": ("source", {"passages": [{"title": "t", "text": "x"}], "question": "?", "answers": ["a"]}),
     "multi_question": ("source", {"context": "x", "questions": [{"question": "?", "answer": "a"}]}),
     "fidelity": ("texts", {"text": "x"}),
+    "infinitebench/passkey": ("source", {"context": "x", "input": "?", "answer": "7"}),
+    "infinitebench/longbook_qa_eng": ("source", {"context": "x", "input": "?", "answer": ["a"]}),
+    "scbench/kv": ("source", {"context": "x", "multi_turns": [{"input": "?", "answer": "a"}]}),
 }
 CHANGES = [
     ("reasoning/gsm8k", "question", CUT),
@@ -55,6 +58,12 @@ CHANGES = [
     ("multi_question", "questions", [{"question": "?", "answers": ["a", CUT]}]),
     ("multi_question", "questions", [{"question": "?", "answer": float("nan")}]),
     ("fidelity", "text", CUT),
+    ("infinitebench/passkey", "input", CUT),
+    ("infinitebench/passkey", "answer", float("nan")),
+    ("infinitebench/passkey", "context", ["x"]),
+    ("infinitebench/longbook_qa_eng", "answer", ["a", CUT]),
+    ("scbench/kv", "context", CUT),
+    ("scbench/kv", "multi_turns", "Who?"),
 ]
 
 

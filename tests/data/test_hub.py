@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import datasets
+import huggingface_hub
 import pytest
 from omegaconf import OmegaConf
 
@@ -50,7 +53,7 @@ def served(monkeypatch):
 
 
 def test_every_data_set_on_the_hub_has_a_revision_in_its_yaml_and_only_babilong_is_not_pinned():
-    assert len(ON_HUB) == 21 + 5
+    assert len(ON_HUB) == 21 + 5 + 12 + 12
     for name in ON_HUB:
         written = OmegaConf.load(config.folder() / "task" / f"{name}.yaml").revision
         assert written == TASKS[name]().revision
@@ -64,6 +67,29 @@ def test_rows_come_from_the_stated_revision_and_the_record_says_which_commit_tha
     assert task.provenance()["revision"] == COMMIT and "revision" not in task.settings()
     assert builder.asked == [("RMT-team/babilong-1k-samples", "1k", "main")]
     assert TASKS["babilong"](revision=COMMIT).fingerprint() == task.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("infinitebench/passkey", "passkey.jsonl"), ("scbench/kv", "data/scbench_kv.jsonl")]
+)
+def test_one_file_of_a_repository_is_read_as_it_was_published(name, file, served, monkeypatch, tmp_path):
+    """At the commit that was asked for, whose folder the Hub's cache names; values keep their types."""
+    served(COMMIT)
+    rows = {"context": "x", "input": "?", "answer": "7", "multi_turns": [{"input": "?", "answer": "7"}]}
+    asked = []
+
+    def download(repository, name, repo_type, revision):
+        asked.append((repository, name, repo_type, revision))
+        path = tmp_path / "snapshots" / revision / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows) + "\n")
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    task = TASKS[name]()
+    assert task.fingerprint() == {"data": f"hub:{task.hub().repository}:{file}@{task.revision}", "records": 1}
+    assert asked == [(task.hub().repository, file, "dataset", task.revision)]
+    assert task.provenance()["revision"] == task.revision and task.rows()[0] == rows
 
 
 def test_another_commit_from_the_cache_is_refused_where_one_is_pinned(served):

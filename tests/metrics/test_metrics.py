@@ -9,7 +9,7 @@ import evaluate
 import pytest
 
 from kvcompress import metrics
-from kvcompress.metrics import scores
+from kvcompress.metrics import scores, words
 from kvcompress.tasks import TASKS
 
 
@@ -70,9 +70,11 @@ def test_classification_takes_names_within_the_gold_out_and_divides_by_the_rest(
 def test_every_metric_is_an_evaluate_module_that_computes_and_combines():
     for name in metrics.VERSIONS:
         gold = "Paragraph 5" if name == "retrieval" else "段落5" if name == "retrieval_zh" else "5 cats"
-        gold = "5" if name == "count" else gold
+        gold = "5" if name in ("count", "whole_word") or "number" in name else "CATS" if name == "speaker" else gold
+        references = ["a cat", "A"] if name == "choice_of_code" else [gold]  # text and letter
+        gold = "A." if name == "choice_of_code" else gold
         options = {"classes": [gold]} if name == "classification" else {}
-        found = metrics.load(name).compute(predictions=[gold, "none"], references=[[gold], [gold]], **options)
+        found = metrics.load(name).compute(predictions=[gold, "none"], references=[references] * 2, **options)
         assert found == {name: pytest.approx(0.5, abs=0.25)}
     both = evaluate.combine([metrics.load("qa_f1"), metrics.load("exact_match")])
     assert both.compute(predictions=["a cat"], references=[["cat"]]) == {"qa_f1": 1.0, "exact_match": 1.0}
@@ -91,6 +93,6 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch):
     def absent(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(scores.importlib, "import_module", absent)
+    monkeypatch.setattr(words.importlib, "import_module", absent)
     with pytest.raises(ValueError, match=r"rouge.*kvcompress\[metrics\]"):
         metrics.score("rouge_l", "a", ["a"])

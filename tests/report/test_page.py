@@ -80,6 +80,17 @@ def test_rows_hold_the_numbers_of_their_records(results):
     assert good["delta"] is None and good["p"] is None
 
 
+def test_rows_hold_scores_by_length_and_the_table_has_a_column_for_each(tmp_path):
+    buckets = {"metrics.score_0-4k": 0.5, "metrics.score_4-8k": 0.25, "metrics.score_8k+": 0.125}
+    run(tmp_path, "full", 1.0, [1.0, 0.0], **buckets)
+    (row,) = built(tmp_path)["rows"]
+    assert [row[key] for key in ("words4", "words8", "words9")] == [0.5, 0.25, 0.125]
+    table = asset("table.js")
+    assert all(
+        f'["{key}", "{label}"]' in table for key, label in (("words4", "0–4k"), ("words8", "4–8k"), ("words9", "8k+"))
+    )
+
+
 def test_groups_are_settings_and_start_with_the_baseline(results):
     data = built(results)
     assert [(group["protocol"], group["task"]) for group in data["groups"]] == [

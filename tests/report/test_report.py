@@ -161,6 +161,18 @@ def test_no_record_at_all_exits_1_and_says_how_to_make_one(tmp_path, capsys):
     assert "scripts/run.py" in capsys.readouterr().err
 
 
+def test_a_table_shows_scores_by_length_where_a_task_tells_them_and_a_dash_for_an_empty_bucket(tmp_path):
+    buckets = {"metrics.score_0-4k": 0.5, "metrics.score_4-8k": 0.25, "metrics.score_8k+": None}
+    make(tmp_path, "full", 1.0, 0.4, scorer="none", **buckets)
+    make(tmp_path, "older", 0.5, 0.4)
+    found = load([tmp_path])
+    text = leaderboard_markdown(found.groups())
+    assert "| 0–4k | 4–8k |" in text and "| 8k+ |" not in text and "(LongBench-E)" in text
+    assert "| 0.500 | 0.250 |" in text and "| – | – |" in text
+    others = [entry.record for entry in found.entries if entry.record["method"] == "older"]
+    assert "0–4k" not in leaderboard_markdown([others])
+
+
 def test_a_table_shows_divergence_where_it_was_measured_and_no_times_where_there_are_none(tmp_path):
     untimed = {"time.ttft_s": None, "time.tpot_s": None}
     make(tmp_path, "full", 1.0, 1.0, scorer="none", **untimed, **{"metrics.kl": 0.0, "metrics.perplexity_ratio": 1.0})

@@ -7,13 +7,14 @@ from functools import cache
 
 import pytest
 import yaml
+from composed import composed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvcompress import load
 from kvcompress.data import hub, prompts
 from kvcompress.data.task import Sample
-from kvcompress.sweep import config
+from kvcompress.sweep import components, config
 from kvcompress.tasks import TASKS
 from kvcompress.tasks.longbench import settings
 
@@ -219,6 +220,32 @@ def test_extended_sets_are_those_of_longbench_e():
     with pytest.raises(ValueError, match="LongBench-E has no narrativeqa"):
         TASKS["longbench/narrativeqa"](extended=True)
     assert sum(about["extended"] for about in settings().values()) == 13
+
+
+def test_scores_of_longbench_e_are_told_by_length_beside_the_mean(tmp_path):
+    """The published borders: 3,999 words are 0-4k, 4,000 are 4-8k and 8,000 are 8k+; a bucket may be empty."""
+    path = write(tmp_path, "qasper_e", *(row(length=length) for length in (0, 3999, 4000, 7999, 8000, 20000)))
+    task = TASKS["longbench/qasper"](source=str(path), extended=True)
+    samples = list(task.samples(bpe()))
+    rows = [{"score": score, "meta": s.meta} for s, score in zip(samples, (1.0, 0.0, 0.0, 0.0, 0.5, 1.0), strict=True)]
+    buckets = {"n_0-4k": 2, "n_4-8k": 2, "n_8k+": 2, "score_0-4k": 0.5, "score_4-8k": 0.0, "score_8k+": 0.75}
+    assert task.summarise(rows) == buckets
+    assert task.summarise(rows[:2]) == buckets | {"n_4-8k": 0, "n_8k+": 0, "score_4-8k": None, "score_8k+": None}
+    assert TASKS["longbench/qasper"]().summarise(rows) == {}
+
+
+def test_a_length_that_is_none_is_refused_where_scores_are_told_by_it(tmp_path):
+    path = write(tmp_path, "qasper_e", row(), row(length="long"))
+    with pytest.raises(ValueError, match="qasper_e.jsonl line 2: length must be a whole number of words, found 'long'"):
+        TASKS["longbench/qasper"](source=str(path), extended=True).fingerprint()
+
+
+def test_longbench_e_is_a_suite_of_the_sets_that_have_it():
+    folder = config_folder()
+    names = {path.stem for path in (folder / "task" / "longbench_e").glob("*.yaml")}
+    assert names == {name for name, about in settings().items() if about["extended"]}
+    task = components.build_task(composed("task=longbench_e/qasper", "method=full"))
+    assert task == TASKS["longbench/qasper"](extended=True, data=task.data)
 
 
 def test_a_suite_is_all_its_data_sets():
