@@ -9,7 +9,7 @@ import evaluate
 import pytest
 
 from kvcompress import metrics
-from kvcompress.metrics import scores, words
+from kvcompress.metrics import words
 from kvcompress.tasks import TASKS
 
 
