@@ -147,7 +147,8 @@ def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[l
         del active[int(solved.argmin())]
     spread = float(((wanted - wanted.mean()) ** 2).sum())
     error = float(((wanted - table @ found) ** 2).sum())
-    return [float(value) for value in found], 1 - error / spread if spread else 1.0
+    varies = spread > 1e-12 * float((wanted**2).sum())  # else all points are one number but for rounding
+    return [float(value) for value in found], 1 - error / spread if varies else 1.0
 
 
 def modelled(measured: MethodCosts, device: str, model: str) -> MethodCosts:
