@@ -1,4 +1,4 @@
-"""Plans a forward: phase, padding, positions and budget of the new tokens, checked before the model runs."""
+"""Forward planner: phase, padding, positions and budget of new tokens, checked before the model runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compress(model, method)`: run prompts and decoding through a compressed cache, phase by phase."""
+"""Session: prompts and decoding through a compressed cache, phase by phase; `compress(model, method)` opens one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunk KV: prefill chunks alone, store them before rotation, load them layer by layer at their new positions."""
+"""Chunk loader: chunks prefilled alone, stored before rotation, loaded layer by layer at their new positions."""
 
 from __future__ import annotations
 

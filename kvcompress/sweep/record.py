@@ -1,4 +1,4 @@
-"""Run ids, the folder of a run, and the record: flat, written last, the only thing that reports read.
+"""Run folder and record: flat, written last, the only thing that reports read.
 
 `results/<sweep>/<run-id>/` holds `config.yaml`, `samples.jsonl` (one line per finished sample, flushed) and, once all
 is done, `record.json` (written to a temporary file and renamed, so that it is whole or absent).

@@ -1,4 +1,4 @@
-"""What is said of a method on a trace at a memory: hits, goodput, and what happens at a load that the full cache can bear."""
+"""Serving comparison: hits, goodput, and what happens at a load that the full cache can bear, per method and memory."""
 
 from __future__ import annotations
 

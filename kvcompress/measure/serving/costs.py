@@ -1,4 +1,4 @@
-"""What a method's requests cost: bytes, and fits of measured seconds that say how good they are and where they end."""
+"""Costs of a method's requests: bytes, and fits of measured seconds that say how good they are and where they end."""
 
 from __future__ import annotations
 
