@@ -3,8 +3,7 @@
 Prompts, cut, answer lengths and metrics are the published ones of microsoft/MInference fb56c91, scbench/ (tasks/data/
 scbench.yaml). Its modes: "multi-request" is `turns=independent`, "multi-turn" `turns=gold` (right answers stand in the
 conversation), and with `--disable_golden_context` `turns=session`. `task=scbench` stands for all sets. Differences: the first
-question of a conversation is never part of what is compressed; no BOS token is added twice; a prompt that is cut keeps as
-many tokens in all modes as its limit says.
+question of a conversation is never part of what is compressed, and no BOS token is added twice.
 """
 
 from __future__ import annotations

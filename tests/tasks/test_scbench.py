@@ -26,7 +26,6 @@ from kvcompress.tasks import TASKS
 from kvcompress.tasks.scbench import settings, settings_of
 
 SETS = sorted(settings())
-PYTHON = pytest.importorskip("tree_sitter_python")  # what tells functions of repositories apart
 TOKENIZER = byte_tokenizer(131_072)
 SCORED = json.loads((Path(__file__).parent / "data" / "scbench_scores.json").read_text(encoding="utf-8"))["pairs"]
 BOOK = "Ann met Bob at the gate. The boats went out. "
