@@ -27,7 +27,6 @@ FIELDS = ("input", "context", "answers", "all_classes", "length")
 HUB = (
     "Xnhyacinth/LongBench"  # parquet; the publisher's own copy needs a loading script, which `datasets` no longer runs
 )
-MARGIN = 64  # positions left free beside prompt and answer where max_length follows from the model
 
 
 @lru_cache(maxsize=1)
@@ -125,7 +124,7 @@ class LongBench(RowTask):
     def limit(self, tokenizer: Any) -> int | None:
         if self.max_length is not None:
             return self.max_length
-        return int(min(tokenizer.model_max_length, 1 << 20)) - self.published["max_new_tokens"] - MARGIN
+        return prompts.room(tokenizer, int(self.published["max_new_tokens"]))
 
     def row_prompt(self, row: Mapping[str, Any], where: str) -> RowPrompt:
         head, _, rest = self.published["template"].partition("{context}")

@@ -1,8 +1,12 @@
 """Metrics of published benchmarks: plain functions in `scores`, and as modules of `evaluate` through `load`."""
 
+from kvcompress.metrics import loogle, scores, scrolls
 from kvcompress.metrics.scores import MISSES, VERSIONS, score
 
 __all__ = ["MISSES", "VERSIONS", "load", "score"]
+
+for family in (scrolls, loogle):
+    scores.add(family.PAIRWISE, family.MISSES)
 
 
 def __getattr__(name: str) -> object:

@@ -11,7 +11,7 @@ import importlib
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -189,6 +189,13 @@ MISSES: dict[str, str] = {
     "classification": "class names within one another share the point",
 }
 VERSIONS: dict[str, str] = dict.fromkeys([*PAIRWISE, "classification", *JOINT], "1")
+
+
+def add(pairwise: Mapping[str, Callable[[str, str], float]], misses: Mapping[str, str]) -> None:
+    """Take in the metrics of a module of their own, all of version 1."""
+    PAIRWISE.update(pairwise)
+    MISSES.update(misses)
+    VERSIONS.update(dict.fromkeys(pairwise, "1"))
 
 
 def score(metric: str, prediction: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:

@@ -80,6 +80,11 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
+def scores_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Scores of samples by id; those of which no answer is known have none."""
+    return {row["id"]: float(row["score"]) for row in rows if row["score"] is not None}
+
+
 def contradiction(record: Mapping[str, Any], scores: Mapping[str, float]) -> str | None:
     """What a finished record says otherwise than the scores of its samples, None where they agree or too few are left."""
     if record["status"] not in FINISHED or len(scores) < record["n_samples"] or not scores:
@@ -155,7 +160,7 @@ class RunFolder:
         rows = self.rows()
         if len(rows) < record["n_samples"]:
             return Fault(f"n_samples is {record['n_samples']}, but {len(rows)} samples are sound", True)
-        wrong = contradiction(record, {key: float(row["score"]) for key, row in rows.items()})
+        wrong = contradiction(record, scores_of(rows.values()))
         source = source_hash()
         if wrong is None and all(one == source for one in _sources(record, rows.values())):
             made = aggregate(list(rows.values()))
@@ -299,11 +304,12 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not rows:
         return {"n_samples": 0}
-    scores = [float(row["score"]) for row in rows]
+    scores = [row["score"] for row in rows]
+    known = None not in scores  # no mean over some of them
     found: dict[str, Any] = {
         "n_samples": len(rows),
-        "score": fmean(scores),
-        "score_stderr": stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None,
+        "score": fmean(map(float, scores)) if known else None,
+        "score_stderr": stdev(map(float, scores)) / math.sqrt(len(scores)) if known and len(scores) > 1 else None,
     }
     rows = [row for row in rows if row["out"].get("end") is not None]
     if not rows:
@@ -410,10 +416,11 @@ def paired_delta(
     rows: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]]
 ) -> tuple[float, float | None] | None:
     """Mean difference in score on the samples both have, and its standard error; None without a common sample."""
-    common = sorted(rows.keys() & base.keys())
+    scores, others = scores_of(rows.values()), scores_of(base.values())
+    common = sorted(scores.keys() & others.keys())
     if not common:
         return None
-    deltas = [float(rows[key]["score"]) - float(base[key]["score"]) for key in common]
+    deltas = [scores[key] - others[key] for key in common]
     return fmean(deltas), stdev(deltas) / math.sqrt(len(deltas)) if len(deltas) > 1 else None
 
 

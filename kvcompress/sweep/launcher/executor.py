@@ -78,17 +78,24 @@ class GroupExecutor:
             found = sanity.check(first.task, samples)
             for note in found.notes:
                 self.console.print(f"{first.task.name}: {note}", style="yellow", highlight=False, markup=False)
-            model, tokenizer = self.models.load(first.config)
-            ends = loading.eos_ids(model, tokenizer)
+            limit = self.models.positions(first.config)
         except Exception as fault:
             self._fail_all(self.group.open_cells(), fault)
             return None
         for cell in self.group.open_cells():
             try:
                 cell.expect([sample.id for sample in samples], found)
-                check_lengths(samples, model, cell.spec.method)
+                check_lengths(samples, limit, cell.spec.method)
             except (ValueError, OSError) as fault:
                 self._fail(cell, fault)
+        if not self.group.open_cells():
+            return None
+        try:
+            model, tokenizer = self.models.load(first.config)
+            ends = loading.eos_ids(model, tokenizer)
+        except Exception as fault:
+            self._fail_all(self.group.open_cells(), fault)
+            return None
         return Workload(model, tokenizer, [with_ends(sample, ends) for sample in samples])
 
     def _run_samples(self, workload: Workload) -> None:

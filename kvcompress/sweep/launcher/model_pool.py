@@ -37,3 +37,11 @@ class ModelPool:
         wanted: Any = OmegaConf.to_container(config.model, resolve=True)
         settings = {key: wanted[key] for key in ("trust_remote_code", "revision")}
         return loading.load_tokenizer(wanted["name"], **settings, **wanted["options"])
+
+    def positions(self, config: DictConfig) -> int | None:
+        """Positions of the model of a configuration, None where it names no limit; no weights are read."""
+        if self._loaded is not None and model_key(config) == self._key:
+            return getattr(self._loaded[0].config.get_text_config(), "max_position_embeddings", None)
+        wanted: Any = OmegaConf.to_container(config.model, resolve=True)
+        settings = {key: wanted[key] for key in ("trust_remote_code", "revision")}
+        return loading.load_positions(wanted["name"], **settings, **wanted["options"])

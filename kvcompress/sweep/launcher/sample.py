@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -53,20 +52,19 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
     return replace(sample, turns=turns)
 
 
-def check_lengths(samples: Sequence[Sample], model: Any, method: Method) -> None:
-    """Refuse samples longer than the model's positions, before any of them is run.
+def check_lengths(samples: Sequence[Sample], limit: int | None, method: Method) -> None:
+    """Refuse samples longer than the model's positions (None: it has no limit), before its weights are read.
 
     Raises:
         ValueError: names the sample, its length and the limit.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or method.compact_positions:
         return
     longest = max(samples, key=lambda sample: sample.total_tokens())
     if longest.total_tokens() > limit:
         raise ValueError(
             f"sample {longest.id} needs {longest.total_tokens()} positions, answer included; the model has {limit}; "
-            "choose shorter prompts, or a method with compact positions"
+            "choose shorter prompts or answers (task.max_length, task.max_new_tokens), or a method with compact positions"
         )
 
 
@@ -127,13 +125,14 @@ def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) ->
     outputs = thinking.decoded(tokenizer, sample, out["tokens"], meta["prompt_last"])
     out["text"] = [one.text for one in outputs]
     scores = spec.task.score(sample, out | {"text": [one.answer for one in outputs]})
-    if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
+    score = scores["score"]  # None where no answer is known
+    if not (0.0 <= score <= 1.0 if score is not None else not any(turn.references for turn in sample.turns)):
         raise ValueError(f"task {spec.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
     how = {"decoding": result.decoding or "separate"} | ({"decoding_why": result.why} if result.why else {})
     return {
         "id": sample.id,
         "source": spec.source,
-        "score": scores["score"],
+        "score": score,
         "scores": scores,
         "references": [list(turn.references) for turn in sample.turns],
         "protocol": {"turns": sample.order, "questions": len(sample.turns)}
