@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-N = 30
+N = 28
 PEOPLE = ("Anna", "Bob", "Clara", "David", "Emma", "Felix")
 SUMMARIES = ("gov_report", "summ_screen_fd", "qmsum", "squality")
 KINDS = (
@@ -21,7 +21,7 @@ def story(rng: random.Random, sentences: int = 12) -> str:
 
 
 def loogle(name: str) -> list[dict[str, Any]]:
-    """Documents; all but summaries have two questions each, written down as Python does."""
+    """Documents; those that are no summaries have one question or two, written down as Python does."""
     rng = random.Random(name)
     rows = []
     for number in range(N):
@@ -34,7 +34,7 @@ def loogle(name: str) -> list[dict[str, Any]]:
             {"Q": f"<mask-0> wrote to <mask-1>, letter {k}.", "A": {f"<mask-{i}>": one for i, one in enumerate(who)}, "S": text}
             if name == "shortdep_cloze"
             else {"Q": f"Who wrote letter {k}?", "A": f"{who[k]} wrote it, don't ask.", "S": [text], "type": "computation"}
-            for k in (0, 1)
+            for k in range(2 - (number % 7 > 1))
         ]
         rows.append({"input": text, "title": f"Story {number}", "qa_pairs": str(pairs), "output": "none"})
     return rows

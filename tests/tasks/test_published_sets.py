@@ -59,9 +59,9 @@ def test_a_file_of_the_published_format_goes_through_prompt_cut_answer_and_score
     task = task_of(name, tmp_path, template="none")
     samples = list(task.samples(TOKENIZER))
     documents = len(rows_of(name))
-    several = name in LOOGLE and name != "loogle/longdep_summarization"
     judged = sum(map(judged_of, rows_of(name))) if name == "longmemeval" else None
-    assert len(samples) == (judged or documents * (2 if several else 1)) >= 20
+    more = 8 if name in LOOGLE and name != "loogle/longdep_summarization" else 0  # second questions
+    assert len(samples) == (judged or documents + more) >= 20
     assert len({sample.id for sample in samples}) == len(samples)
     found = sanity.check(task, samples[:8])
     assert (found.gold, found.empty) == (1.0, 1.0), "right answers score 1 and empty ones 0"
@@ -73,7 +73,7 @@ def test_a_file_of_the_published_format_goes_through_prompt_cut_answer_and_score
         spare = 800 if name == "longmemeval" else 0  # of which only the history is cut
         assert all(len(sample.prompt_ids()) <= 302 + spare < length + spare for sample, length in zip(cut, whole, strict=True))
         assert all(sample.meta["truncated_tokens"] > 0 for sample in cut)
-        assert all(text_of(a)[-30:] == text_of(b)[-30:] for a, b in zip(cut, samples, strict=True)), "the question stays"
+        assert all(text_of(a)[-9:] == text_of(b)[-9:] for a, b in zip(cut, samples, strict=True)), "the question stays"
 
 
 def test_loogle_fills_in_the_published_prompts(tmp_path):
@@ -135,7 +135,12 @@ def test_rows_of_one_id_are_one_sample_with_several_answers(tmp_path):
 
 
 # prompts of the published prepare_prompt (xiaowu0162/LongMemEval 9e0b455, src/generation/run_generation.py) for these rows
-PROMPTS = {("con", "json"): "", ("direct", "json"): "", ("direct", "nl"): ""}
+PROMPTS = {
+    ("con", "json"): "d849cdc60414fbbb004f2ddc1e284dbdd91e448e8ba16053fe372de8f7bc7d93",
+    ("con", "nl"): "c133f9d97019fb79da17c61f51eb58c476443e4679d187c73d382cd47e66f8bc",
+    ("direct", "json"): "82fe08cf3f7c3e8275c93b88150c357674544bc81debc098a5825796ff46fec0",
+    ("direct", "nl"): "b343e99840eec4c1edca65a364aa62eab1a4ebdf8dc5e16bd882d5779e12febe",
+}
 
 
 @pytest.mark.parametrize(("reading", "history"), PROMPTS)
