@@ -98,7 +98,9 @@ class LooGLE(RowTask):
             pairs = row["qa_pairs"]
             pairs = metrics.literal(pairs) if isinstance(pairs, str) else pairs
             if not isinstance(pairs, list):
-                raise ValueError(f"{where}: qa_pairs must be a list of questions, or one written down, found {pairs!r:.60}")
+                raise ValueError(
+                    f"{where}: qa_pairs must be a list of questions, or one written down, found {pairs!r:.60}"
+                )
             for at, pair in enumerate(pairs):
                 here = f"{where}, question {at + 1} of qa_pairs"
                 jsonl.check(pair, ("Q", "A"), here)
@@ -146,7 +148,9 @@ class LooGLE(RowTask):
 
 
 def _dataset(name: str, about: dict[str, Any]) -> type[Task]:
-    return of_suite(LooGLE, "loogle", name, f"LooGLE's {name} (metric {about['metric']}).", about["metric"], dataset=name)
+    return of_suite(
+        LooGLE, "loogle", name, f"LooGLE's {name} (metric {about['metric']}).", about["metric"], dataset=name
+    )
 
 
 globals().update({cls.__name__: cls for cls in (_dataset(name, about) for name, about in settings().items())})

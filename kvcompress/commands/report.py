@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--all", type=Path, metavar="FOLDER", help="board.html, board.md, board.csv and figures in one folder"
     )
     parser.add_argument(
-        "--submission", type=Path, metavar="FOLDER", help="write answers to ZeroSCROLLS and LongMemEval as their judges take them"
+        "--submission",
+        type=Path,
+        metavar="FOLDER",
+        help="write answers to ZeroSCROLLS and LongMemEval as their judges take them",
     )
     parser.add_argument(
         "--published", type=Path, metavar="FILE", help="csv of published numbers, shown apart and in grey"

@@ -182,9 +182,7 @@ class RowTask(Task):
             ValueError: what must not be cut does not fit.
         """
         hide, limit = self.question == "hidden", self.limit(tokenizer)
-        return prompts.build(
-            tokenizer, asked.text, asked.tail, self.template, limit, "text", hide, answer=asked.prefix
-        )
+        return prompts.build(tokenizer, asked.text, asked.tail, self.template, limit, "text", hide, answer=asked.prefix)
 
     def _fits(self, tokenizer: Any, references: Sequence[str], most: int, where: str) -> None:
         """Refuse a row of which no expected answer can be given in so many tokens."""

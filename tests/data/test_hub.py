@@ -54,7 +54,9 @@ def test_every_data_set_on_the_hub_has_a_revision_in_its_yaml_and_those_without_
     for name in ON_HUB:
         written = OmegaConf.load(config.folder() / "task" / f"{name}.yaml").revision
         assert written == TASKS[name]().revision
-        assert hub.Source("a/b", None, "test", written).pinned == (not name.startswith(("babilong", "loogle", "zero_scrolls")))
+        assert hub.Source("a/b", None, "test", written).pinned == (
+            not name.startswith(("babilong", "loogle", "zero_scrolls"))
+        )
 
 
 def test_rows_come_from_the_stated_revision_and_the_record_says_which_commit_that_was(served):

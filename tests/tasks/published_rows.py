@@ -17,7 +17,9 @@ KINDS = (
 
 
 def story(rng: random.Random, sentences: int = 12) -> str:
-    return " ".join(f"{rng.choice(PEOPLE)} wrote {rng.randint(2, 99)} letters to {rng.choice(PEOPLE)}." for _ in range(sentences))
+    return " ".join(
+        f"{rng.choice(PEOPLE)} wrote {rng.randint(2, 99)} letters to {rng.choice(PEOPLE)}." for _ in range(sentences)
+    )
 
 
 def loogle(name: str) -> list[dict[str, Any]]:
@@ -28,12 +30,23 @@ def loogle(name: str) -> list[dict[str, Any]]:
         text = story(rng)
         who = rng.sample(PEOPLE, 2)
         if name == "longdep_summarization":
-            rows.append({"input": text, "title": f"2201.{number:05}", "qa_pairs": "none", "output": f"Letters by {who[0]}."})
+            rows.append(
+                {"input": text, "title": f"2201.{number:05}", "qa_pairs": "none", "output": f"Letters by {who[0]}."}
+            )
             continue
         pairs = [
-            {"Q": f"<mask-0> wrote to <mask-1>, letter {k}.", "A": {f"<mask-{i}>": one for i, one in enumerate(who)}, "S": text}
+            {
+                "Q": f"<mask-0> wrote to <mask-1>, letter {k}.",
+                "A": {f"<mask-{i}>": one for i, one in enumerate(who)},
+                "S": text,
+            }
             if name == "shortdep_cloze"
-            else {"Q": f"Who wrote letter {k}?", "A": f"{who[k]} wrote it, don't ask.", "S": [text], "type": "computation"}
+            else {
+                "Q": f"Who wrote letter {k}?",
+                "A": f"{who[k]} wrote it, don't ask.",
+                "S": [text],
+                "type": "computation",
+            }
             for k in range(2 - (number % 7 > 1))
         ]
         rows.append({"input": text, "title": f"Story {number}", "qa_pairs": str(pairs), "output": "none"})
@@ -47,8 +60,15 @@ def zero_scrolls(name: str, hidden: bool = False) -> list[dict[str, Any]]:
     for number in range(N):
         instruction = f"You are given a text about letters. Read it ({name}).\n\n"
         document = f"Text:\n{story(rng)}"
-        query = "" if name in ("gov_report", "summ_screen_fd", "space_digest", "book_sum_sort") else "\n\nQuestion:\nWho wrote?"
-        end = {"space_digest": "\n\nPercentage of Positive Reviews:", "book_sum_sort": "\n\nSummary IDs in Correct Order:"}
+        query = (
+            ""
+            if name in ("gov_report", "summ_screen_fd", "space_digest", "book_sum_sort")
+            else "\n\nQuestion:\nWho wrote?"
+        )
+        end = {
+            "space_digest": "\n\nPercentage of Positive Reviews:",
+            "book_sum_sort": "\n\nSummary IDs in Correct Order:",
+        }
         start = "\n\nSummary:" if name in SUMMARIES else end.get(name, "\n\nAnswer:")
         text = instruction + document + query + start
         order = list(range(1, 6))
@@ -94,7 +114,8 @@ def longmemeval() -> list[dict[str, Any]]:
 def aime25() -> list[dict[str, Any]]:
     rng = random.Random("aime25")
     return [
-        {"problem": f"Find ${k} \\cdot {k}$ modulo 1000.", "answer": str(rng.randint(0, 999)), "id": str(k)} for k in range(N)
+        {"problem": f"Find ${k} \\cdot {k}$ modulo 1000.", "answer": str(rng.randint(0, 999)), "id": str(k)}
+        for k in range(N)
     ]
 
 
