@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import hub, jsonl, prompts
 from kvcompress.data.row_task import RowPrompt, RowTask
 from kvcompress.data.task import Sample, Task, of_suite
@@ -114,6 +115,16 @@ class LooGLE(RowTask):
         if not reference.strip():
             raise ValueError(f"{where}: A (the answer) is empty")
         return RowPrompt(head + jsonl.text(row, "input", where) + tail, tail, (reference,))
+
+    def build(self, tokenizer: Any, row: Mapping[str, Any], asked: RowPrompt, where: str) -> prompts.Prompt:
+        """As `RowTask.build`; a question is never cut."""
+        limit, behind = self.limit(tokenizer), len(plain_ids(tokenizer, asked.tail))
+        if limit is not None and behind > limit // 2:
+            raise ValueError(
+                f"{where}: Q (the question) and what follows take {behind} tokens, and the cut leaves the last {limit // 2}: "
+                "take a model with more positions, or raise task.max_length"
+            )
+        return super().build(tokenizer, row, asked, where)
 
     @staticmethod
     def _masks(value: Any, where: str) -> str:
