@@ -57,8 +57,15 @@ def letter(text: str) -> str | None:
 
 
 def letter_accuracy(prediction: str, reference: str) -> float:
-    """1 for the right letter: QuALITY."""
-    return float(letter(prediction) == letter(reference))
+    """1 for the right letter: QuALITY.
+
+    Raises:
+        ValueError: the reference names none.
+    """
+    wanted = letter(reference)
+    if wanted is None:
+        raise ValueError(f"the expected answer {reference!r} names none of A, B, C, D")
+    return float(letter(prediction) == wanted)
 
 
 def percentage(text: str) -> float | None:
