@@ -3,7 +3,7 @@
 Prompts, answer lengths, cut (the middle, as LongBench does) and metrics are those of bigai-nlco/LooGLE 6734382. Its open
 models get the prompt without a chat template (`template=none`) and a repetition penalty of 2, which is not applied here.
 METEOR, BERTScore and the GPT-4 judge are left out (`kvcompress/metrics/loogle.py` says why): a score here is none of
-theirs. `task=loogle` on the command line stands for all four sets.
+theirs; nor are the distances of orders, for timelines (`kind` in the samples). `task=loogle` stands for all four sets.
 """
 
 from __future__ import annotations
