@@ -28,7 +28,6 @@ FIELDS = ("input", "context", "answers", "all_classes", "length")
 HUB = (
     "Xnhyacinth/LongBench"  # parquet; the publisher's own copy needs a loading script, which `datasets` no longer runs
 )
-MARGIN = 64  # positions left free beside prompt and answer where max_length follows from the model
 BUCKETS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, None)}  # LongBench-E's, by the rows' `length`
 
 
@@ -127,7 +126,7 @@ class LongBench(RowTask):
     def limit(self, tokenizer: Any) -> int | None:
         if self.max_length is not None:
             return self.max_length
-        return int(min(tokenizer.model_max_length, 1 << 20)) - self.published["max_new_tokens"] - MARGIN
+        return prompts.room(tokenizer, int(self.published["max_new_tokens"]))
 
     def row_prompt(self, row: Mapping[str, Any], where: str) -> RowPrompt:
         head, _, rest = self.published["template"].partition("{context}")

@@ -18,14 +18,13 @@ import torch
 import yaml
 
 from kvcompress.common.prose import Encoder
-from kvcompress.data import hub, jsonl
+from kvcompress.data import hub, jsonl, prompts
 from kvcompress.data.haystack import prompt_template
 from kvcompress.data.row_task import RowPrompt, RowTask
 from kvcompress.data.task import Sample, Turn
 
 ANSWER_TOKENS, COT_TOKENS = 128, 1024
 CHOICES = "ABCD"
-MARGIN = 64  # positions left free beside prompt and answer where max_length follows from the model
 DOCUMENT = "$DOC$"
 
 
@@ -85,7 +84,7 @@ class LongBenchV2(RowTask):
     def limit(self, tokenizer: Any) -> int | None:
         if self.max_length is not None:
             return self.max_length
-        return int(min(tokenizer.model_max_length, 1 << 20)) - self.new_tokens({}) - MARGIN
+        return prompts.room(tokenizer, self.new_tokens({}))
 
     def _filled(self, template: str, row: Mapping[str, Any]) -> str:
         text = template.replace("$Q$", row["question"].strip())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcompress.common.text import PlainConsole
+from kvcompress.report import submission
 from kvcompress.report.command import from_hydra
 from kvcompress.report.curves import draw_curves
 from kvcompress.report.decode import draw_speed
@@ -43,6 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--all", type=Path, metavar="FOLDER", help="board.html, board.md, board.csv and figures in one folder"
+    )
+    parser.add_argument(
+        "--submission",
+        type=Path,
+        metavar="FOLDER",
+        help="write answers to ZeroSCROLLS and LongMemEval as their judges take them",
     )
     parser.add_argument(
         "--published", type=Path, metavar="FILE", help="csv of published numbers, shown apart and in grey"
@@ -115,6 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures += draw_rollouts(found.entries, options.png) + draw_serving(found.entries, options.png)
         for path in figures:
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if options.submission is not None:
+        files = submission.write(found.entries, options.submission)
+        for path, note in files:
+            notes.print(f"wrote {path}: {note}", markup=False, soft_wrap=True)
+        if not files:
+            notes.print("no run of zero_scrolls or longmemeval here: nothing to submit", style="yellow")
     if options.html is not None:
         written = write_page(found, options.html, foreign, from_hydra())
         notes.print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import zipfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,12 @@ from typing import Any, NamedTuple
 from kvcompress.data import jsonl
 
 RETRY_S = 60  # a Hub that could not be reached takes half a minute to say so, and a sweep asks for every cell
-_failed: dict[Source, tuple[float, Exception]] = {}
+_failed: dict[Source | File, tuple[float, Exception]] = {}
+
+
+def is_commit(revision: str) -> bool:
+    """True for a commit, which pins what it names, and not for a branch or tag, which may move."""
+    return re.fullmatch(r"[0-9a-f]{40}", revision) is not None
 
 
 class Source(NamedTuple):
@@ -28,10 +34,29 @@ class Source(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        return re.fullmatch(r"[0-9a-f]{40}", self.revision) is not None
+        return is_commit(self.revision)
 
     def __str__(self) -> str:
         return ":".join(filter(None, (self.repository, self.subset, self.split, self.file)))
+
+
+class File(NamedTuple):
+    """A file of a data set of the Hub that `datasets` cannot load: JSON Lines, a JSON list, or one of them in a zip file.
+
+    `member` names what is in the zip file, "" where the file is none.
+    """
+
+    repository: str
+    name: str
+    member: str
+    revision: str
+
+    @property
+    def pinned(self) -> bool:
+        return is_commit(self.revision)
+
+    def __str__(self) -> str:
+        return ":".join(filter(None, (self.repository, self.name, self.member)))
 
 
 class Rows(NamedTuple):
@@ -41,8 +66,8 @@ class Rows(NamedTuple):
     revision: str
 
 
-def fetch(source: Source) -> Rows:
-    """All rows of a data set, from the local cache or the network.
+def fetch(source: Source | File) -> Rows:
+    """All rows of a data set or of one of its files, from the local cache or the network.
 
     Raises:
         ValueError: what came is of another commit: without a network `datasets` takes what it last had.
@@ -52,7 +77,7 @@ def fetch(source: Source) -> Rows:
     if error is not None and time.monotonic() - when < RETRY_S:
         raise error
     try:
-        found = _load(source)
+        found = _load(source) if isinstance(source, Source) else _read(source)
     except Exception as error:
         _failed[source] = time.monotonic(), error
         raise
@@ -76,9 +101,21 @@ def _load(source: Source) -> Rows:
 
 
 def _load_file(source: Source, file: str) -> Rows:
+    return _read(File(source.repository, file, "", source.revision))
+
+
+@lru_cache(maxsize=32)
+def _read(file: File) -> Rows:
     from huggingface_hub import hf_hub_download
 
-    path = Path(hf_hub_download(source.repository, file, repo_type="dataset", revision=source.revision))
-    folders = path.parts[::-1]
-    commit = folders[folders.index("snapshots") - 1]  # the cache keeps files as snapshots/<commit>/<file>
-    return Rows(jsonl.read(path), commit)
+    path = Path(hf_hub_download(file.repository, file.name, repo_type="dataset", revision=file.revision))
+    where = str(file)
+    if file.member:
+        with zipfile.ZipFile(path) as archive:
+            if file.member not in archive.namelist():
+                raise ValueError(f"{where}: not in the zip file, which holds {', '.join(archive.namelist()[:20])}")
+            text = archive.read(file.member).decode("utf-8")
+    else:
+        text = path.read_text(encoding="utf-8")
+    parts = path.parts  # …/snapshots/<commit>/<name>
+    return Rows(tuple(row for _, row in jsonl.parsed(text, where)), parts[parts.index("snapshots") + 1])

@@ -142,3 +142,41 @@ def _numbered(path: Path, fields: tuple[str, ...], changed: int, size: int) -> t
     if not rows:
         raise ValueError(f"{path} holds no record")
     return tuple(rows)
+
+
+def parsed(text: str, where: str, fields: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of a text that is JSON Lines or one JSON list, each with where it stands, for errors.
+
+    Raises:
+        ValueError: there is no row, something is no JSON, or a field is missing.
+    """
+    if text.lstrip("\ufeff \t\r\n").startswith("["):
+        found = [(f"{where} record {number}", row) for number, row in enumerate(loads(text, where), 1)]
+    else:
+        numbered_lines = enumerate(text.split("\n"), 1)
+        found = [
+            (f"{where} line {number}", loads(line, f"{where} line {number}"))
+            for number, line in numbered_lines
+            if line.strip()
+        ]
+    if not found:
+        raise ValueError(f"{where} holds no record")
+    return [(place, check(row, fields, place)) for place, row in found]
+
+
+@lru_cache(maxsize=2)
+def _list(path: Path, fields: tuple[str, ...], changed: int, size: int) -> tuple[tuple[str, dict[str, Any]], ...]:
+    return tuple(parsed(path.read_text(encoding="utf-8"), str(path), fields))
+
+
+def listed(path: Path, fields: tuple[str, ...] = ()) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Rows of a file that is JSON Lines or one JSON list, each with where it stands; read once while it does not change.
+
+    Raises:
+        ValueError: as `parsed`, or the file cannot be read.
+    """
+    try:
+        about = path.stat()
+        return _list(path, fields, about.st_mtime_ns, about.st_size)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error

@@ -11,6 +11,7 @@ from kvcompress.common.tokenization import begun, plain_ids, prompt_ids, with_of
 from kvcompress.data.thinking import start_answer
 
 TEMPLATES = ("auto", "chat", "none")
+MARGIN = 64  # positions left free beside prompt and answer where a limit follows from the model
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,22 @@ def cut_text(tokenizer: Any, text: str, limit: int, joined: bool = False) -> tup
         return tokenizer.decode([*ids[:half], *ids[-half:]], skip_special_tokens=True), len(ids) - 2 * half
     first, last = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
     return first + last, len(ids) - 2 * half
+
+
+def room(tokenizer: Any, answer: int, margin: int = MARGIN) -> int:
+    """Tokens of a prompt at most, by what the tokenizer says the model takes, with an answer of so many beside it.
+
+    Raises:
+        ValueError: next to nothing is left.
+    """
+    takes = int(min(tokenizer.model_max_length, 1 << 20))
+    left = takes - answer - margin
+    if left < 16:
+        raise ValueError(
+            f"the tokenizer says that the model takes {takes} tokens; an answer of {answer} and {margin} to spare leave "
+            f"{max(left, 0)} for the prompt, of at least 16: take another model, or set task.max_length"
+        )
+    return left
 
 
 def cut_ids(ids: Sequence[int], limit: int) -> tuple[int, ...]:

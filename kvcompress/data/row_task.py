@@ -41,6 +41,8 @@ class RowTask(Task):
     folder: ClassVar[str]  # under paths.data
     fields: ClassVar[tuple[str, ...]]  # that a row must have
     answer_tokens: ClassVar[int]
+    ending: ClassVar[str] = ".jsonl"  # of its file
+    whole_answers: ClassVar[bool] = False  # True where an answer counts only if all of it is there
     templates: ClassVar[tuple[str, ...]] = prompts.TEMPLATES
 
     source: str = "auto"
@@ -63,7 +65,7 @@ class RowTask(Task):
     def row_prompt(self, row: Mapping[str, Any], where: str) -> RowPrompt:
         """The prompt of a row, `where` it stands for errors."""
 
-    def hub(self) -> hub.Source | None:
+    def hub(self) -> hub.Source | hub.File | None:
         """The data set on the Hub; None where it is not there."""
         return None
 
@@ -97,14 +99,18 @@ class RowTask(Task):
 
     def _within(self, folder: Path) -> Path | None:
         for name in self.names():
-            found = [folder / f"{name}.jsonl", *sorted(folder.glob(f"{name}_first*.jsonl"))]
+            found = [folder / f"{name}{self.ending}", *sorted(folder.glob(f"{name}_first*{self.ending}"))]
             for path in found:
                 if path.is_file():
                     return path
         return None
 
     def _wanted(self) -> str:
-        return " or ".join(f"{name}.jsonl" for name in self.names())
+        return " or ".join(f"{name}{self.ending}" for name in self.names())
+
+    def read(self, path: Path) -> Sequence[tuple[str, dict[str, Any]]]:
+        """All rows of a file, each with where it stands, for errors."""
+        return [(f"{path} line {number}", row) for number, row in jsonl.numbered(path, self.fields)]
 
     def rows(self) -> Sequence[dict[str, Any]]:
         """All rows, in the order of the file; raises as `located`."""
@@ -118,7 +124,7 @@ class RowTask(Task):
         """
         path = self.file()
         if path is not None:
-            return [(f"{path} line {number}", row) for number, row in jsonl.numbered(path, self.fields)]
+            return self.read(path)
         looked = f"{self.data}/{self.folder}" if self.data else "paths.data (not set)"
         text, cause = f"no data for {self.name}: looked for {self._wanted()} in {looked}", None
         source = self.hub()
@@ -170,13 +176,32 @@ class RowTask(Task):
         """Tokens of a prompt at most."""
         return self.max_length
 
-    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+    def build(self, tokenizer: Any, row: Mapping[str, Any], asked: RowPrompt, where: str) -> prompts.Prompt:
+        """A row's prompt as token ids, cut to the limit.
+
+        Raises:
+            ValueError: what must not be cut does not fit.
+        """
         hide, limit = self.question == "hidden", self.limit(tokenizer)
-        for number, ((where, _), (row, asked)) in enumerate(zip(self.located(), self.row_prompts(), strict=True)):
+        return prompts.build(tokenizer, asked.text, asked.tail, self.template, limit, "text", hide, answer=asked.prefix)
+
+    def _fits(self, tokenizer: Any, references: Sequence[str], most: int, where: str) -> None:
+        """Refuse a row of which no expected answer can be given in so many tokens."""
+        needed = min(len(plain_ids(tokenizer, text)) for text in references)
+        if needed > most:
+            raise ValueError(
+                f"{where}: the expected answer {references[0][:40]!r} takes {needed} tokens, and an answer may have {most}: "
+                "it cannot be given; mend the row, or leave it out"
+            )
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        limit = self.limit(tokenizer)
+        places = (where for where, _ in self.located())
+        for number, (where, (row, asked)) in enumerate(zip(places, self.row_prompts(), strict=True)):
             with named(where):
-                prompt = prompts.build(
-                    tokenizer, asked.text, asked.tail, self.template, limit, "text", hide, answer=asked.prefix
-                )
+                prompt = self.build(tokenizer, row, asked, where)
+            if self.whole_answers and asked.references:
+                self._fits(tokenizer, asked.references, self.new_tokens(row), where)
             yield Sample(
                 id=str(row.get("_id") or number),
                 segments=(prompt.context,),

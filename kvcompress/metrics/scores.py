@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -168,6 +168,13 @@ MISSES: dict[str, str] = {
     "function_found": "functions of a few words are not similar enough to themselves, and of equal ones the first wins",
 }
 VERSIONS: dict[str, str] = dict.fromkeys([*PAIRWISE, "classification", *JOINT], "1")
+
+
+def add(pairwise: Mapping[str, Callable[[str, str], float]], misses: Mapping[str, str]) -> None:
+    """Take in the metrics of a module of their own, all of version 1."""
+    PAIRWISE.update(pairwise)
+    MISSES.update(misses)
+    VERSIONS.update(dict.fromkeys(pairwise, "1"))
 
 
 def score(metric: str, prediction: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:

@@ -24,7 +24,7 @@ COLUMNS: dict[str, str] = {
     "sweep": "name of the sweep's folder",
     "path": "folder of the run, with record.json, samples.jsonl and config.yaml",
     "run_id": "hash of the configuration as far as it bears on results",
-    "status": "ok, failed, oom, inactive or partial; only ok rows are on the board",
+    "status": "ok, failed, oom, inactive, partial or unscored (no answers are known); only ok rows are on the board",
     "on_board": "true where the row counts: status ok",
     "flags": "list of what a reader must know: status, stale, simulated, inactive, clamped, truncated, hit-max shares",
     "model": "model name",

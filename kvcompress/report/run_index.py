@@ -11,7 +11,7 @@ from typing import Any
 from kvcompress.common.hashing import source_hash
 from kvcompress.report import stats
 from kvcompress.sweep.baseline import is_baseline
-from kvcompress.sweep.record import FINISHED, contradiction, read_record, read_rows
+from kvcompress.sweep.record import FINISHED, contradiction, read_record, read_rows, scores_of
 
 NONE = "–"
 
@@ -50,7 +50,7 @@ class Entry:
     @cached_property
     def scores(self) -> dict[str, float]:
         """Scores of the finished samples by id; what was damaged is in `damaged` from here on."""
-        return {row["id"]: float(row["score"]) for row in read_rows(self.samples, self.damaged.append)}
+        return scores_of(read_rows(self.samples, self.damaged.append))
 
 
 @dataclass

@@ -69,7 +69,8 @@ def is_plain(record: Record) -> bool:
 def series(records: Iterable[Record]) -> list[Series]:
     """Finished runs that compress, as series with names that differ; the baseline is left out."""
     found: dict[tuple[Any, ...], Series] = {}
-    kept = [record for record in records if record["status"] in FINISHED and not is_baseline(record)]
+    scored = (record for record in records if record["status"] in FINISHED and record["status"] != "unscored")
+    kept = [record for record in scored if not is_baseline(record)]
     for record in kept:
         key = tuple(record.get(name) for name in KEYS)
         found.setdefault(key, Series(str(record["method"]), family(record))).records.append(record)

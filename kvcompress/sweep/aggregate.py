@@ -17,11 +17,12 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not rows:
         return {"n_samples": 0}
-    scores = [float(row["score"]) for row in rows]
+    scores = [row["score"] for row in rows]
+    scored = None not in scores  # no mean over some of them
     found: dict[str, Any] = {
         "n_samples": len(rows),
-        "score": fmean(scores),
-        "score_stderr": stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None,
+        "score": fmean(map(float, scores)) if scored else None,
+        "score_stderr": stdev(map(float, scores)) / math.sqrt(len(scores)) if scored and len(scores) > 1 else None,
     }
     rows = [row for row in rows if row["out"].get("end") is not None]
     if not rows:

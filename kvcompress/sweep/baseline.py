@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from kvcompress.sweep.record import FINISHED, RunFolder
+from kvcompress.sweep.record import FINISHED, RunFolder, scores_of
 
 
 def is_baseline(record: Mapping[str, Any]) -> bool:
@@ -25,10 +25,11 @@ def paired_delta(
     rows: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]]
 ) -> tuple[float, float | None] | None:
     """Mean difference in score on the samples both have, and its standard error; None without a common sample."""
-    common = sorted(rows.keys() & base.keys())
+    scores, others = scores_of(rows.values()), scores_of(base.values())
+    common = sorted(scores.keys() & others.keys())
     if not common:
         return None
-    deltas = [float(rows[key]["score"]) - float(base[key]["score"]) for key in common]
+    deltas = [scores[key] - others[key] for key in common]
     return fmean(deltas), stdev(deltas) / math.sqrt(len(deltas)) if len(deltas) > 1 else None
 
 

@@ -81,6 +81,11 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
+def scores_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Scores of samples by id; those of which no answer is known have none."""
+    return {row["id"]: float(row["score"]) for row in rows if row["score"] is not None}
+
+
 def contradiction(record: Mapping[str, Any], scores: Mapping[str, float]) -> str | None:
     """What a finished record says otherwise than the scores of its samples, None where they agree or too few are left."""
     if record["status"] not in FINISHED or len(scores) < record["n_samples"] or not scores:
@@ -156,7 +161,7 @@ class RunFolder:
         rows = self.rows()
         if len(rows) < record["n_samples"]:
             return Fault(f"n_samples is {record['n_samples']}, but {len(rows)} samples are sound", True)
-        wrong = contradiction(record, {key: float(row["score"]) for key, row in rows.items()})
+        wrong = contradiction(record, scores_of(rows.values()))
         source = source_hash()
         if wrong is None and all(one == source for one in _sources(record, rows.values())):
             made = aggregate(list(rows.values()))

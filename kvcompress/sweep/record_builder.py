@@ -20,7 +20,8 @@ def build(spec: CellSpec, rows: Rows, status: str, error: str | None, expected: 
 
     Args:
         rows: finished samples, as in `samples.jsonl`.
-        status: what the run came to; "ok" is looked into: it may be `partial`, `oom` or `inactive` by its samples.
+        status: what the run came to; "ok" is looked into: it may be `partial`, `oom`, `unscored` or `inactive` by
+            its samples.
         expected: samples there are, 0 where that is not known.
         sanity: how right and empty answers of its samples are scored.
 
@@ -74,6 +75,8 @@ def _classify(spec: CellSpec, rows: Rows, found: Mapping[str, Any], expected: in
         return "partial"
     if rows and all(row["out"].get("oom") for row in rows):
         return "oom"
+    if found["score"] is None:
+        return "unscored"
     if found.get("share_inactive") == 1.0 and _should_have_acted(spec, rows):
         return "inactive"
     return "ok"

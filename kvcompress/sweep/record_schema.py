@@ -155,7 +155,7 @@ class SampleRow(Stored):
     """One line of `samples.jsonl`: a finished sample."""
 
     id: Name
-    score: Share
+    score: Share | None  # None where no answer is known
     source: str | None = None  # hash of the sources it was made with
     scores: dict[str, Number | None] = {}  # of each metric; `score` is among them
     references: list[list[str] | str] = []  # per turn
@@ -181,7 +181,7 @@ class Record(Stored):
 
     # what was run
     run_id: Annotated[str, Field(pattern=RUN_ID)]
-    status: Literal["ok", "failed", "oom", "inactive", "partial"]
+    status: Literal["ok", "failed", "oom", "inactive", "partial", "unscored"]
     model: str
     task: str
     method: str
@@ -271,7 +271,9 @@ class Record(Stored):
 
     @model_validator(mode="after")
     def _consistent(self) -> Record:
-        if self.status in FINISHED and self.score is None:
+        if self.status == "unscored" and self.score is not None:
+            raise ValueError(f"unscored, but its score is {self.score!r}")
+        if self.status in FINISHED and self.status != "unscored" and self.score is None:
             raise ValueError("finished, but its score is None")
         if self.status == "inactive" and self.share_inactive not in (None, 1.0):
             raise ValueError(f"inactive, but share_inactive is {self.share_inactive!r}")

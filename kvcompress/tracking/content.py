@@ -111,7 +111,7 @@ def _line(row: Mapping[str, Any]) -> dict[str, Any]:
     held = _mapping(held_at(out)[1])
     line: dict[str, Any] = {
         "id": row["id"],
-        "score": float(row["score"]),
+        "score": None if row["score"] is None else float(row["score"]),
         "text": "\n".join(map(str, out.get("text") or []))[:TEXT],
         "references": "\n".join(" | ".join(map(str, some)) for some in row.get("references") or [])[:TEXT],
         "tokens": sum(len(tokens) for tokens in out.get("tokens") or []),

@@ -79,14 +79,18 @@ class GroupExecutor:
             for note in found.notes:
                 self.console.print(f"{first.task.name}: {note}", style="yellow", highlight=False, markup=False)
             limit = self.models.positions(first.config)
-            for cell in self.group.open_cells():
-                try:
-                    cell.expect([sample.id for sample in samples], found)
-                    check_lengths(samples, limit, cell.spec.method)
-                except (ValueError, OSError) as fault:
-                    self._fail(cell, fault)
-            if not self.group.open_cells():
-                return None
+        except Exception as fault:
+            self._fail_all(self.group.open_cells(), fault)
+            return None
+        for cell in self.group.open_cells():
+            try:
+                cell.expect([sample.id for sample in samples], found)
+                check_lengths(samples, limit, cell.spec.method)
+            except (ValueError, OSError) as fault:
+                self._fail(cell, fault)
+        if not self.group.open_cells():
+            return None
+        try:
             model, tokenizer = self.models.load(first.config)
             ends = loading.eos_ids(model, tokenizer)
         except Exception as fault:

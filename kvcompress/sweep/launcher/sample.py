@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -54,7 +53,7 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
 
 
 def check_lengths(samples: Sequence[Sample], limit: int | None, method: Method) -> None:
-    """Refuse samples longer than the model's positions, before any of them is run.
+    """Refuse samples longer than the model's positions, before its weights are read.
 
     Args:
         limit: positions that the model has; None where its configuration does not say.
@@ -69,8 +68,8 @@ def check_lengths(samples: Sequence[Sample], limit: int | None, method: Method) 
         row, asked = longest.meta.get("row"), len(longest.turns)
         raise ValueError(
             f"sample {longest.id}{f' ({row})' if row else ''} needs {longest.total_tokens()} positions, "
-            f"{'answer' if asked == 1 else f'{asked} questions and answers'} included; the model has {limit}; "
-            "choose shorter prompts, or a method with compact positions"
+            f"{'answer' if asked == 1 else f'{asked} questions and answers'} included; the model has {limit}; choose shorter "
+            "prompts or answers (task.max_length, task.max_new_tokens), or a method with compact positions"
         )
 
 
@@ -131,13 +130,14 @@ def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) ->
     outputs = thinking.decoded(tokenizer, sample, out["tokens"], meta["prompt_last"])
     out["text"] = [one.text for one in outputs]
     scores = spec.task.score(sample, out | {"text": [one.answer for one in outputs]})
-    if not (math.isfinite(scores["score"]) and 0.0 <= scores["score"] <= 1.0):
+    score = scores["score"]  # None where no answer is known
+    if not (0.0 <= score <= 1.0 if score is not None else not any(turn.references for turn in sample.turns)):
         raise ValueError(f"task {spec.task.name} scored {scores['score']} on {sample.id}; a score is 0 to 1")
     how = {"decoding": result.decoding or "separate"} | ({"decoding_why": result.why} if result.why else {})
     return {
         "id": sample.id,
         "source": spec.source,
-        "score": scores["score"],
+        "score": score,
         "scores": scores,
         "references": [list(turn.references) for turn in sample.turns],
         "protocol": {"turns": sample.order, "questions": len(sample.turns)}

@@ -16,7 +16,7 @@ from kvcompress.sweep.launcher.lock import holder
 from kvcompress.sweep.launcher.sweep_file import noted_cells
 from kvcompress.sweep.outcome import last_line
 
-ORDER = ("running", "failed", "oom", "partial", "missing", "stale", "inactive", "ok")
+ORDER = ("running", "failed", "oom", "partial", "missing", "stale", "inactive", "unscored", "ok")
 STYLE = {"failed": "red", "oom": "red", "running": "cyan", "ok": "green"}
 
 
@@ -112,4 +112,4 @@ def show(sweep: Path, console: Console) -> int:
     out.print(table)
     counts = Counter(cell["status"] for cell in cells)
     out.print(", ".join(f"{counts[status]} {status}" for status in ORDER if counts[status]), highlight=False)
-    return 0 if all(cell["status"] in ("ok", "inactive", "stale") for cell in cells) else 1
+    return 0 if all(cell["status"] in ("ok", "inactive", "unscored", "stale") for cell in cells) else 1
