@@ -37,7 +37,7 @@ def measured(model, tokenizer, method, length=1500, batch=2):
         return footprint.footprint(session, ids, 4)[0]
 
 
-@pytest.mark.parametrize("method", [Full(), SnapKV(budget=0.25)], ids=["full", "snapkv"])
+@pytest.mark.parametrize("method", [pytest.param(Full(), marks=pytest.mark.long), SnapKV(budget=0.25)])
 def test_two_identical_jobs_in_one_process_report_equal_peaks(wide, method):
     first, second = (measured(*wide, method) for _ in range(2))
     assert first.prefill_growth > 20 << 20, "large beside a page"
