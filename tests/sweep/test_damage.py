@@ -175,22 +175,22 @@ def test_a_sweep_that_goes_on_counts_no_damaged_row(calm, tmp_path, start):
 
 
 WRONG = [
-        ({"score": 7.0}, "score"),
-        ({"score": True}, "score"),
-        ({"score": 0.75}, "score"),  # what the row's own scores do not say
-        ({"id": "no-such-sample"}, "no-such-sample"),
-        ({"meta": [1]}, "meta"),
-        ({"meta": {"truncated_tokens": "x"}}, "meta.truncated_tokens"),
-        ({"out": {}}, "out.end"),
-        ({"out.end": {}}, "out.end.kv"),
-        ({"out.end.kv": [1]}, "out.end.kv"),
-        ({"out.compressed": None}, "out"),
-        ({"out.tpot_s": "x"}, "out.tpot_s"),
-        ({"out.tokens": [["x"]]}, "out.tokens"),
-        ({"unfinished": float("nan")}, "NaN"),
-        ({"out.end.kv.bytes_held": 10**400}, "64 bits"),
-        ({"out.end.active": None}, "out.end.active"),
-        ({"protocol": {"question": {"a": {"b": 1}}}}, "protocol.question"),
+    ({"score": 7.0}, "score"),
+    ({"score": True}, "score"),
+    ({"score": 0.75}, "score"),  # what the row's own scores do not say
+    ({"id": "no-such-sample"}, "no-such-sample"),
+    ({"meta": [1]}, "meta"),
+    ({"meta": {"truncated_tokens": "x"}}, "meta.truncated_tokens"),
+    ({"out": {}}, "out.end"),
+    ({"out.end": {}}, "out.end.kv"),
+    ({"out.end.kv": [1]}, "out.end.kv"),
+    ({"out.compressed": None}, "out"),
+    ({"out.tpot_s": "x"}, "out.tpot_s"),
+    ({"out.tokens": [["x"]]}, "out.tokens"),
+    ({"unfinished": float("nan")}, "NaN"),
+    ({"out.end.kv.bytes_held": 10**400}, "64 bits"),
+    ({"out.end.active": None}, "out.end.active"),
+    ({"protocol": {"question": {"a": {"b": 1}}}}, "protocol.question"),
 ]
 
 

@@ -157,7 +157,9 @@ def loaded(request, plain):
 def evaluated(lm, manager, tasks, limit=2, **options):
     """Results, and of each document lm-eval's responses."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    found = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, limit=limit, **options)
+    found = lm_eval.simple_evaluate(
+        lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, limit=limit, **options
+    )
     responses = {
         name: [row["resps"] for row in sorted(rows, key=lambda row: (row["filter"], row["doc_id"]))]
         for name, rows in found["samples"].items()
