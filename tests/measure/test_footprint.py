@@ -122,8 +122,8 @@ def test_fits_are_found_beside_what_the_lines_predict(monkeypatch):
 
 def test_what_fits_really_fits_and_is_near_what_was_predicted(wide):
     model, tokenizer = wide
-    ids, room = prompt_ids(tokenizer, 400), weight_bytes(model) + (60 << 20)
-    found = fits(compress(model, SnapKV(budget=0.1)), ids, Shape(400, 1, 8), room, most=64, longest=4000, tries=4)
+    ids, room = prompt_ids(tokenizer, 200), weight_bytes(model) + (30 << 20)
+    found = fits(compress(model, SnapKV(budget=0.1)), ids, Shape(200, 1, 8), room, most=64, longest=2000, tries=4)
     for kind in ("batch_together", "context"):
         fit = found[kind]
         assert fit["bytes"] <= room and fit["found"] == pytest.approx(fit["predicted"], rel=0.3), kind
