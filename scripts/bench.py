@@ -119,7 +119,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     page.add_argument("--requests", type=int, default=2000, help="the first so many of each")
     page.add_argument("--length-scale", type=int, default=16, help="lengths and blocks are divided by it")
     page.add_argument("--slots", default="8,32,128", help="memories, as of task.full_slots")
-    page.add_argument("--halvings", type=int, default=8, help="of the search for each goodput")
+    page.add_argument("--halvings", type=int, default=4, help="of the search for each goodput")
     page.add_argument("--batching", default="chunked", help="iteration, request or chunked")
     page.add_argument("--device", default=None, help="model times for this device instead, at full lengths")
     page.add_argument("--dimensions", default="llama3-8b", help="of the modelled model")
@@ -445,7 +445,7 @@ def serving(args: argparse.Namespace) -> int:
     from kvcompress.measure.serving.measured_costs import Plan
 
     console, missed = Console(), False
-    made, rows = list[serving.MethodCosts](), list[serving.Agreement]()
+    made, rows = list[serving.Measured](), list[serving.Agreement]()
     batches = _numbers("batches", args.batches)
     plan = Plan(
         _numbers("lengths", args.lengths), batches=batches, steps=args.steps, rounds=args.rounds, warmup=args.warmup
@@ -455,8 +455,9 @@ def serving(args: argparse.Namespace) -> int:
     with measuring.threads(args.threads):
         facts = measuring.hardware(model.device)
         if args.command == "serving-costs":
-            for costs in serving.measure(model, tokenizer, methods, plan, args.seed):
-                made.append(costs)
+            for one_method in serving.measure(model, tokenizer, methods, plan, args.seed):
+                made.append(one_method)
+                costs = one_method.costs
                 console.print(f"{costs.shown()}; {costs.ratio:.3f} of the bytes, reuse {costs.reuse}", highlight=False)
                 write(args, facts, made, "costs")
             return 0
