@@ -34,11 +34,17 @@ demo: $(STAMP)
 # by files: what a module's fixtures make, it makes in one process
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n $(JOBS) --dist loadfile
 
-test: lint
-	$(PYTEST) $(PYTEST_ARGS)
+# linters beside the tests: one after the other, a core would be idle for a minute. What they say stands at the end.
+define with_lint
+	@said=$$(mktemp); $(MAKE) --no-print-directory lint > "$$said" 2>&1 & linters=$$!; \
+	$(1); tests=$$?; wait $$linters; lint=$$?; cat "$$said"; rm -f "$$said"; exit $$((tests || lint))
+endef
 
-test-long: lint
-	$(PYTEST) --long $(PYTEST_ARGS)
+test: $(STAMP)
+	$(call with_lint,$(PYTEST) $(PYTEST_ARGS))
+
+test-long: $(STAMP)
+	$(call with_lint,$(PYTEST) --long $(PYTEST_ARGS))
 
 mutants: $(STAMP)
 	$(PY) scripts/mutate.py

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import thinned
 from small_models import small_model
 
 from kvcompress.bench import longrun
@@ -19,8 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 METHODS = {"rkv": RKV(budget=24, window=4, interval=16), "h2o": H2O(budget=24, schedule=Schedule(every=16))}
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("prompt", [8, 40])
+@pytest.mark.parametrize(("name", "prompt"), thinned(list(METHODS), [8, 40], every=2))
 def test_bytes_are_a_sawtooth_between_budget_and_budget_plus_interval(name, prompt):
     """At most the row itself before the first compression, budget + interval after it, and the budget right after each."""
     found = longrun.trace(small_model(num_hidden_layers=2), name, METHODS[name], prompt=prompt, tokens=120)
@@ -53,9 +53,10 @@ def test_all_contestants_decode_the_same_quarters_by_turns(monkeypatch):
         run(self, place, ids)
 
     monkeypatch.setattr(longrun._Contestant, "run", noted)
+    monkeypatch.setattr(longrun, "BLOCK", 16)
     steps = []
     flats = longrun.flatness(
-        small_model(num_hidden_layers=1), {**METHODS, "whole": Full()}, 8, 256, 32, progress=steps.append
+        small_model(num_hidden_layers=1), {**METHODS, "whole": Full()}, 8, 128, 16, progress=steps.append
     )
     assert [flat.name for flat in flats] == ["plain", "rkv", "h2o", "whole"]
     assert [flat.target for flat in flats] == [None, 1.1, 1.1, None]
@@ -64,7 +65,7 @@ def test_all_contestants_decode_the_same_quarters_by_turns(monkeypatch):
     for place in (0, 1):
         assert len({json.dumps(ids[flat.name, place]) for flat in flats}) == 1 and len(ids["rkv", place]) == 2
     assert {name for name, _, _ in done[:8]} == {"plain", "rkv", "h2o", "whole"}
-    assert sum(steps) == longrun.steps(3, 256)
+    assert sum(steps) == longrun.steps(3, 128)
     slow = replace(flats[1], ratio=1.2)
     assert slow.missed and not replace(slow, target=None).missed and slow.as_dict()["missed"]
 
@@ -74,8 +75,8 @@ def test_caches_are_at_the_places_they_claim():
     model = small_model(num_hidden_layers=1)
     runners = [longrun._Contestant(model, "plain", None), longrun._Contestant(model, "rkv", METHODS["rkv"])]
     for runner in runners:
-        runner.reach(longrun.random_tokens(model, 300, 0), 8, (64, 192), lambda steps: None)
-        assert [cache.get_seq_length() for cache in runner.caches] == [72, 200]
+        runner.reach(longrun.random_tokens(model, 120, 0), 8, (32, 96), lambda steps: None)
+        assert [cache.get_seq_length() for cache in runner.caches] == [40, 104]
 
 
 @pytest.mark.parametrize(("prompt", "tokens", "interval"), [(0, 256, 32), (8, 2, 32), (8, 256, 128), (900, 256, 32)])
@@ -112,13 +113,14 @@ def test_speed_is_of_each_answer_from_its_own_start():
     assert list(generations(together)) == [], "decoded as one batch: no answer has a time of its own"
 
 
-def test_the_script_prints_writes_and_draws(tmp_path, capsys):
+def test_the_script_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(longrun, "BLOCK", 16)
     spec = importlib.util.spec_from_file_location("bench_script", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    usual = ["generation", "--model", "random/llama", "--budget", "40", "--interval", "32", "--prompt", "8"]
+    usual = ["generation", "--model", "random/llama", "--budget", "24", "--interval", "16", "--prompt", "8"]
     out, png = tmp_path / "out.json", tmp_path / "out.png"
-    arguments = [*usual, "--tokens", "128", "--methods", "rkv,tova", "--json", str(out), "--png", str(png)]
+    arguments = [*usual, "--tokens", "64", "--methods", "rkv,tova", "--json", str(out), "--png", str(png)]
     status = script.generation(script.parse(arguments))
     content = json.loads(out.read_text())
     assert [one["name"] for one in content["traces"]] == ["rkv", "tova"] and png.is_file()

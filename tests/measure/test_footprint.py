@@ -37,7 +37,7 @@ def measured(model, tokenizer, method, length=1500, batch=2):
         return footprint.footprint(session, ids, 4)[0]
 
 
-@pytest.mark.parametrize("method", [Full(), SnapKV(budget=0.25)], ids=["full", "snapkv"])
+@pytest.mark.parametrize("method", [pytest.param(Full(), marks=pytest.mark.long), SnapKV(budget=0.25)])
 def test_two_identical_jobs_in_one_process_report_equal_peaks(wide, method):
     first, second = (measured(*wide, method) for _ in range(2))
     assert first.prefill_growth > 20 << 20, "large beside a page"
@@ -122,8 +122,8 @@ def test_fits_are_found_beside_what_the_lines_predict(monkeypatch):
 
 def test_what_fits_really_fits_and_is_near_what_was_predicted(wide):
     model, tokenizer = wide
-    ids, room = prompt_ids(tokenizer, 400), weight_bytes(model) + (60 << 20)
-    found = fits(compress(model, SnapKV(budget=0.1)), ids, Shape(400, 1, 8), room, most=64, longest=4000, tries=4)
+    ids, room = prompt_ids(tokenizer, 200), weight_bytes(model) + (30 << 20)
+    found = fits(compress(model, SnapKV(budget=0.1)), ids, Shape(200, 1, 8), room, most=64, longest=2000, tries=4)
     for kind in ("batch_together", "context"):
         fit = found[kind]
         assert fit["bytes"] <= room and fit["found"] == pytest.approx(fit["predicted"], rel=0.3), kind

@@ -150,6 +150,7 @@ def test_no_block_is_lost_or_held_twice(chosen, lower):
     assert replay(requests, 8, chosen).hit <= replay(requests, 8, chosen, lower=lower or (100,)).hit <= unlimited
 
 
+@pytest.mark.long
 def test_a_million_blocks_are_replayed_in_ten_seconds_of_one_core():
     """A quarter of that here. Seconds of the processor: others may use the machine as well."""
     requests = [Request(0.0, 3200, 1, tuple(range(200 * (n % 977), 200 * (n % 977) + 200)), 16) for n in range(1250)]

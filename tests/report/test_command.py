@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 import yaml
+from helpers import thinned
 from omegaconf import OmegaConf
 
 from kvcompress.common import hashing
@@ -43,8 +44,7 @@ def usual():
     return from_hydra()
 
 
-@pytest.mark.parametrize("written_out", [False, True])
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: " ".join(cell[1:4]))
+@pytest.mark.parametrize(("cell", "written_out"), thinned(CELLS, [False, True], every=2))
 def test_the_command_of_a_run_gives_the_run_id_of_that_run(tmp_path, usual, cell, written_out):
     commands = Commands() if written_out else usual
     with composing() as compose:

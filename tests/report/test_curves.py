@@ -141,7 +141,14 @@ def write(folder, records):
 
 
 def test_the_report_writes_every_figure_as_png_and_svg_and_the_same_each_time(tmp_path):
-    write(tmp_path / "r", [*group(), *group("fidelity"), made("snap", 0.2, status="failed", score=None)])
+    write(
+        tmp_path / "r",
+        [
+            *group(methods=("snap",)),
+            *group("fidelity", ("snap", "heavy")),
+            made("snap", 0.2, status="failed", score=None),
+        ],
+    )
     assert main([str(tmp_path / "r"), "--png", str(tmp_path / "out")]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     stems = ("budget", "needle-needle-bytes", "fidelity-fidelity-bytes", "fidelity-fidelity-position")

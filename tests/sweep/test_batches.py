@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from composed import composed
-from helpers import all_held, every_method, make
+from helpers import all_held, every_method, make, thinned
 from rich.console import Console
 from small_models import VOCAB, random_ids, small_model
 
@@ -75,8 +75,7 @@ def test_rows_of_a_batch_are_what_each_sample_is_alone(name):
             assert [[[p for p in head if p >= 0] for head in row] for row in positions.tolist()] == held[layer]
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize("samples", [EVEN, SEEN])
+@pytest.mark.parametrize(("architecture", "samples"), thinned(["gemma3_text", "gpt_oss"], [EVEN, SEEN], every=2))
 def test_windows_and_soft_caps_do_not_see_the_padding(architecture, samples):
     model = small_model(architecture)
     for method in (make("SnapKV", 0.4), Method()):
@@ -153,8 +152,9 @@ def rows_of(outcome):
     return [json.loads(line) for line in (outcome.folder / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("question", ["seen", "hidden"])
-@pytest.mark.parametrize("method", [["method=full"], ["method=snapkv", "budget=0.3"]])
+@pytest.mark.parametrize(
+    ("question", "method"), thinned(["seen", "hidden"], [["method=full"], ["method=snapkv", "budget=0.3"]], every=2)
+)
 def test_a_batched_cell_leaves_the_samples_of_one_that_is_not(cell, question, method):
     one, many = (
         runner()(cell(*method, f"task.question={question}", f"batch={size}", f"sweep.name=b{size}")) for size in (1, 4)

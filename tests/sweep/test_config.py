@@ -74,8 +74,9 @@ def test_a_value_that_is_not_the_default_reaches_the_method(name):
 
 def test_a_preset_fills_only_what_is_not_set():
     for name, cls in components.method_classes().items():
+        made = cell_of(["budget=0.5"], method=name)
         for preset in cls.presets:
-            made = cell_of(["budget=0.5", f"method.preset={preset}"], method=name)
+            made.method.preset = preset
             assert components.build_method(made) == cls(budget=0.5, preset=preset)
 
 
@@ -159,7 +160,10 @@ def test_the_demo_is_a_sweep_over_known_methods():
 
 
 def test_every_yaml_is_a_choice_that_composes():
-    """Experiments and debug set what other groups must have: composed alone; of the others one of each at a time."""
+    """Debug sets what other groups must have: composed alone; of the others one of each at a time.
+
+    Experiments are composed in `test_commands.py`.
+    """
     composed_above = {*components.method_classes(), *TASKS}
     choices = {group: [] for group in config.GROUPS}
     for group, names in choices.items():
@@ -168,7 +172,8 @@ def test_every_yaml_is_a_choice_that_composes():
             known = group in ("method", "task") and name in composed_above
             if not known and name not in config.AGENTS.get(group, ()):  # wandb's own format
                 names.append(f"{group}={name}")
-    for alone in [*choices.pop("experiment"), *choices.pop("debug")]:
+    assert choices.pop("experiment")
+    for alone in choices.pop("debug"):
         cell(alone)
     for several in zip_longest(*choices.values()):
         cell(*filter(None, several))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import LONG
 from sweeps import SHARED, TOGETHER, cells, left, sweep
 
 from kvcompress.hook import joint_decoding
@@ -14,7 +15,10 @@ from kvcompress.sweep import record
 from kvcompress.sweep.launcher import memory_plan, strategies
 from kvcompress.sweep.launcher.options import Options
 
-METHODS, BUDGETS = "full,snapkv,knorm,random,adakv", "0.5,0.25,0.1,64"
+# methods, budgets, and limits as multiples of a full cache
+METHODS, BUDGETS, SHARES = ("full,snapkv,knorm,random,adakv", "0.5,0.25,0.1,64", (6, 2.5)) if LONG else (
+    "full,snapkv,knorm,adakv", "0.5,0.1", (2.5,))  # fmt: skip
+CELLS = METHODS.count(",") * (BUDGETS.count(",") + 1) + 1
 
 
 def storages(what, found, seen):
@@ -70,15 +74,15 @@ def peak(monkeypatch):
 
 def test_what_cells_hold_at_once_is_within_the_limit(tmp_path, peak):
     sweep(cells(tmp_path / "free", METHODS, BUDGETS, "limit=1"), TOGETHER)
-    assert peak.turns == [17]
+    assert peak.turns == [CELLS]
     free = peak.bytes
     full = record.read_record(next((tmp_path / "free").glob("test/*/record.json")))["kv.bytes_full"]
-    for share in (6, 2.5):
+    for share in SHARES:
         peak.turns.clear()
         peak.bytes = 0
         sweep(cells(tmp_path / str(share), METHODS, BUDGETS, "limit=1"), Options(memory=int(share * full)))
         assert peak.bytes <= share * full < free, f"{share}: {peak.bytes / full}"
-        assert len(peak.turns) > 1 and sum(peak.turns) == 17
+        assert len(peak.turns) > 1 and sum(peak.turns) == CELLS
         assert left(tmp_path / str(share)) == left(tmp_path / "free")
 
 
@@ -105,8 +109,8 @@ def test_a_cell_whose_turn_is_its_own_says_that_it_was_for_memory(tmp_path):
 def test_a_limit_below_the_full_cache_and_one_cell_is_said_once_and_cells_run_one_at_a_time(tmp_path, monkeypatch):
     made, stock = [], joint_decoding.decode_together
     monkeypatch.setattr(strategies, "decode_together", lambda *a: made.append(len(a[1])) or stock(*a))
-    outcomes, text = sweep(cells(tmp_path, "snapkv,knorm", "0.5,0.2"), Options(memory=1000))
-    assert {o.status for o in outcomes} == {"ok"} and made == [1] * 8
+    outcomes, text = sweep(cells(tmp_path, "snapkv,knorm", "0.5,0.2", "limit=1"), Options(memory=1000))
+    assert {o.status for o in outcomes} == {"ok"} and made == [1] * 4
     assert text.count("the full cache and one cell take") == 1
-    _, text = sweep(cells(tmp_path / "enough", "snapkv,knorm", "0.5,0.2"), Options(together=False, memory=2**30))
+    _, text = sweep(cells(tmp_path / "enough", "snapkv,knorm", "0.5", "limit=1"), Options(together=False, memory=2**30))
     assert "the full cache and one cell" not in text and SHARED.memory is None

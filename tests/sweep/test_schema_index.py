@@ -92,3 +92,15 @@ def test_a_type_that_no_configuration_can_hold_names_class_and_field():
 
     with pytest.raises(TypeError, match=r"Odd.what: .* is no type of a setting"):
         derive(Odd, "odd")
+
+
+def test_the_first_process_writes_the_index_and_the_next_reads_it(cache, monkeypatch):
+    """As in a process that has imported no class yet."""
+    table = components.table(within="kvcompress.")
+    monkeypatch.setattr(schema_index, "CLASSES", "imported.by.nobody")
+    schema_index.load()
+    assert schema_index.path().is_file()
+    monkeypatch.setattr(components, "table", lambda **_: pytest.fail("the classes were asked"))
+    schema_index._read.cache_clear()
+    found = schema_index.load()
+    assert (found.groups, found.models) == (table.groups, table.models)

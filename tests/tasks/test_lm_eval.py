@@ -154,10 +154,12 @@ def loaded(request, plain):
     return small_model("llama", vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0), tokenizer
 
 
-def evaluated(lm, manager, tasks, **options):
+def evaluated(lm, manager, tasks, limit=2, **options):
     """Results, and of each document lm-eval's responses."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    found = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, limit=4, **options)
+    found = lm_eval.simple_evaluate(
+        lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, limit=limit, **options
+    )
     responses = {
         name: [row["resps"] for row in sorted(rows, key=lambda row: (row["filter"], row["doc_id"]))]
         for name, rows in found["samples"].items()
@@ -183,7 +185,9 @@ def same(ours, theirs):
 # ---------------------------------------------------------------------- the model class
 
 
-@pytest.mark.parametrize("options", [{}, {"num_fewshot": 2}, {"apply_chat_template": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"num_fewshot": 2}, marks=pytest.mark.long), {"apply_chat_template": True}], ids=str
+)
 def test_nothing_dropped_equals_lm_evals_own_model(loaded, manager, options):
     model, tokenizer = loaded
     if options.get("apply_chat_template") and tokenizer.chat_template is None:
@@ -229,8 +233,8 @@ def test_dropping_all_but_one_token_changes_every_likelihood_and_is_in_the_resul
 
 def test_a_long_text_is_scored_by_methods_that_act_in_decode_and_refused_for_others(plain, manager):
     model, tokenizer = plain
-    full = evaluated(CompressedLM(model, tokenizer=tokenizer), manager, ["own_text"])[1]
-    ours = evaluated(CompressedLM(model, H2O(budget=4), tokenizer), manager, ["own_text"])[1]
+    full = evaluated(CompressedLM(model, tokenizer=tokenizer), manager, ["own_text"], limit=1)[1]
+    ours = evaluated(CompressedLM(model, H2O(budget=4), tokenizer), manager, ["own_text"], limit=1)[1]
     assert all(abs(one[0][0] - two[0][0]) > 0.1 for one, two in zip(ours["own_text"], full["own_text"], strict=True))
     with pytest.raises(ValueError, match="SnapKV compresses when a prompt ends"):
         evaluated(CompressedLM(model, SnapKV(budget=40), tokenizer), manager, ["own_text"])
@@ -294,7 +298,7 @@ def test_a_run_leaves_lm_evals_own_numbers_in_the_record(own, manager, tmp_path)
     (outcome,), _ = sweep([composed(tmp_path, own, "task.max_length=400", tasks=",".join(names))])
     assert outcome.status == "ok"
     model, tokenizer = load("random/llama")
-    results, responses = evaluated(HFLM(pretrained=model, tokenizer=tokenizer, max_length=400), manager, names)
+    results, responses = evaluated(HFLM(pretrained=model, tokenizer=tokenizer, max_length=400), manager, names, limit=4)
     for name in names:
         expected = {k: v for k, v in results[name].items() if "," in k and "stderr" not in k}
         assert {k: outcome.record[f"metrics.{name}.{k}"] for k in expected} == pytest.approx(expected, rel=1e-5)
@@ -341,7 +345,7 @@ def test_examples_before_a_document_are_those_lm_eval_draws(own, manager, tmp_pa
 
 
 def test_a_method_that_drops_all_but_one_token_changes_the_scores_of_the_task(own, tmp_path):
-    made = [composed(tmp_path, own, *method, tasks="own_choice,own_letter") for method in (
+    made = [composed(tmp_path, own, "limit=4", *method, tasks="own_choice,own_letter") for method in (
         ("method=full",), ("method=random", "budget=1"), ("method=knorm", "budget=1"),
     )]  # fmt: skip
     full, *others = sweep(made, ALONE)[0]
@@ -354,7 +358,7 @@ def test_a_method_that_drops_all_but_one_token_changes_the_scores_of_the_task(ow
 
 def test_cells_that_share_a_prefill_score_as_they_do_alone(own, tmp_path):
     def responses(options, folder):
-        made = [composed(folder, own, f"method={name}", "budget=20") for name in ("full", "random", "knorm")]
+        made = [composed(folder, own, f"method={name}", "budget=20", "limit=2") for name in ("full", "random", "knorm")]
         outcomes = sweep(made, options)[0]
         return [o.record["protocol.shared"] for o in outcomes], [
             [row["out"]["responses"] for row in rows_of(outcome)] for outcome in outcomes

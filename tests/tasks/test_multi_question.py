@@ -229,7 +229,7 @@ def test_illegal_settings_are_refused_with_the_valid_ones(options):
 
 @pytest.fixture
 def cells(tmp_path):
-    usual = ["model=random", "device=cpu", "task=multi_question", "task.lengths=[900]", "task.n_samples=2",
+    usual = ["model=random", "device=cpu", "task=multi_question", "task.lengths=[900]", "task.n_samples=1",
              "task.n_questions=3", "task.max_new_tokens=4", "paths.data=null", f"paths.results={tmp_path}",
              "sweep.name=test"]  # fmt: skip
 

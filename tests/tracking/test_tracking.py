@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from sweeps import SHORT
+from sweeps import SHORT, forked
 
 from kvcompress import tracking
 from kvcompress.commands import sync
@@ -200,18 +200,31 @@ def test_a_damaged_record_is_named_and_the_others_are_sent(swept, tmp_path, caps
     assert sync.main([str(tmp_path / "nothing")]) == 1
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("no route to host"), SystemExit(1), ImportError("no such package")])
-def test_a_tracker_that_does_not_start_is_tried_once_and_fails_no_run(monkeypatch, tmp_path, caplog, fault):
-    wandb = pytest.importorskip("wandb")
+def refusing(monkeypatch, fault):
+    """Have wandb raise when a run is started: the list of tries."""
     tries = []
 
     def init(**_):
         tries.append(1)
         raise fault
 
-    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(pytest.importorskip("wandb"), "init", init)
+    return tries
+
+
+def test_a_tracker_that_does_not_start_is_tried_once_and_fails_no_run(monkeypatch, tmp_path, caplog):
+    tries = refusing(monkeypatch, RuntimeError("no route to host"))
     assert command(tmp_path, "method=full,random", "budget=0.5", "logger=wandb", "limit=1") == 0
     assert {stored["status"] for stored in records(tmp_path).values()} == {"ok"}
+    assert len(tries) == len(caplog.messages) == 1
+    assert "sync.py" in caplog.messages[0] and "no route to host" in caplog.text
+
+
+@pytest.mark.parametrize("fault", [SystemExit(1), ImportError("no such package")])
+def test_whatever_a_tracker_raises_at_its_start_is_a_warning(monkeypatch, swept, tmp_path, caplog, fault):
+    tries = refusing(monkeypatch, fault)
+    made = list((swept[0] / "test").glob("*/"))
+    assert [tracking.log(settings(tmp_path), folder) for folder in made] == [False] * 3
     assert tries and all("sync.py" in text for text in caplog.messages) and str(fault) in caplog.text
     if isinstance(fault, Exception):
         assert len(tries) == len(caplog.messages) == 1
@@ -291,11 +304,41 @@ def test_the_agents_file_is_wandbs_and_no_choice_of_hydra():
         config.check_overrides(["sweep=wandb"], config.folder())
 
 
-def test_an_agents_command_makes_one_run_with_the_agents_id_also_where_all_is_done(monkeypatch, tmp_path):
+def as_the_agents_process(environment, arguments):
+    """What a process of an agent does, in a copy of this one."""
+    import wandb
+
+    os.environ.clear()
+    os.environ.update(environment)
+    code = main(arguments)
+    wandb.teardown()
+    os._exit(code)
+
+
+class Copied:
+    """A process of an agent that is a copy of this one: it need not import torch anew."""
+
+    def __init__(self, env, command, **_):
+        assert command[:3] == ["/usr/bin/env", "python", "scripts/run.py"], command
+        env.pop("WANDB_SERVICE", None)  # as the agent does
+        self.process = forked(as_the_agents_process, env, command[3:])
+
+    def wait(self):
+        self.process.join()
+        return self.process.exitcode
+
+
+@pytest.mark.parametrize("process", ["a copy", pytest.param("its own", marks=pytest.mark.long)])
+def test_an_agents_command_makes_one_run_with_the_agents_id_also_where_all_is_done(monkeypatch, tmp_path, process):
     """wandb's agent, fed by hand what its server would send; offline, on a small model."""
     agents = pytest.importorskip("wandb.wandb_agent")
     from wandb.sdk.launch.sweeps import utils
 
+    if process == "a copy":
+        monkeypatch.setattr(agents, "AgentProcess", Copied)
+    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):  # the agent sets them here
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     definition = utils.load_sweep_config(str(config.folder() / "sweep" / "wandb.yaml"))
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
