@@ -31,7 +31,8 @@ from kvcompress.data.haystack import prompt_template
 from kvcompress.data.task import Sample, Task, Turn
 from kvcompress.measure.measuring import PeakMemory, quartiles, synchronize
 from kvcompress.method.parts import OneShot, Prefill
-from kvcompress.metrics.scores import normalise, qa_f1, token_f1
+from kvcompress.metrics.scores import normalise, qa_f1
+from kvcompress.metrics.words import token_f1
 from kvcompress.reuse.kv_store import store_of
 from kvcompress.reuse.prefix import PrefixReuse
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvcompress.metrics.scores import _needs
+from kvcompress.metrics.words import needs
 
 ABSENT = "None"  # what an empty answer is scored as, as published
 
@@ -35,7 +35,7 @@ def bleu(prediction: str, reference: str) -> dict[str, float]:
 def rouge_recalls(prediction: str, reference: str) -> dict[str, float]:
     """Recall of the `rouge` package's ROUGE-1, ROUGE-2 and ROUGE-L; 0 where it cannot score, where others stop."""
     try:
-        found = _needs("rouge").Rouge().get_scores([prediction or ABSENT], [reference])[0]
+        found = needs("rouge").Rouge().get_scores([prediction or ABSENT], [reference])[0]
     except (ValueError, RecursionError) as error:
         if "needs the package" in str(error):
             raise

@@ -12,7 +12,8 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
-from kvcompress.metrics.scores import _needs, normalise, token_f1
+from kvcompress.metrics.scores import normalise
+from kvcompress.metrics.words import needs, token_f1
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 LETTER = re.compile(r"\b[A-D]\b")
@@ -22,7 +23,7 @@ PERCENTAGE = re.compile(r"\d+\.?\d*%")
 def plain_letters(text: str) -> str:
     """SQuAD's normal form in ASCII letters (`unidecode`), as ZeroSCROLLS compares answers."""
     text = normalise(text)
-    return text if text.isascii() else _needs("unidecode").unidecode(text)
+    return text if text.isascii() else needs("unidecode").unidecode(text)
 
 
 def f1_ascii(prediction: str, reference: str) -> float:
@@ -32,7 +33,7 @@ def f1_ascii(prediction: str, reference: str) -> float:
 
 @lru_cache(maxsize=1)
 def _scorer() -> Any:
-    return _needs("rouge_score.rouge_scorer").RougeScorer(list(ROUGES), use_stemmer=False)
+    return needs("rouge_score.rouge_scorer").RougeScorer(list(ROUGES), use_stemmer=False)
 
 
 def rouges(prediction: str, reference: str) -> dict[str, float]:
