@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcompress.common.after_import import after_import
+
 __all__ = ["CompressedCache", "Session", "compress", "load"]
 
 
@@ -22,3 +24,12 @@ def __getattr__(name: str) -> Any:
 
         return load
     raise AttributeError(f"module 'kvcompress' has no attribute {name!r}")
+
+
+def _register_pipeline() -> None:
+    from kvcompress import pipeline
+
+    pipeline.register()
+
+
+after_import("transformers.pipelines", _register_pipeline)  # which may have been imported, or may never be

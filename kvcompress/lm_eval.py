@@ -29,7 +29,7 @@ from kvcompress.data.lm_eval_requests import (
 from kvcompress.data.thinking import CLOSING
 from kvcompress.hook.session import compress
 from kvcompress.method import Method
-from kvcompress.methods import METHODS
+from kvcompress.methods import method_of
 from kvcompress.models import loading
 from kvcompress.models.tokenizers import tokenizer_of
 
@@ -79,7 +79,7 @@ class CompressedLM(Encoding, TemplateLM):
         ValueError: an unknown method or setting, before a model is loaded.
         """
         TemplateLM.__init__(self)
-        self.method = _method(method, budget, settings)
+        self.method = method_of(method, budget, settings)
         if think_end_token not in (None, *CLOSING):
             raise ValueError(f"think_end_token={think_end_token!r}; valid: {', '.join(CLOSING)}")
         if held_back < 0:
@@ -169,22 +169,3 @@ class CompressedLM(Encoding, TemplateLM):
     def _note(self, session: Any) -> None:
         report = session.report()
         self._seen.append((report["active"], report["kv"]["ratio"]))
-
-
-def _method(method: Method | str | None, budget: float | int | None, settings: dict[str, Any]) -> Method:
-    names = {name.lower(): cls for name, cls in METHODS.items()}
-    if isinstance(method, Method):
-        if budget is not None or settings:
-            given = ", ".join((["budget"] if budget is not None else []) + list(settings))
-            raise ValueError(f"{given}: settings of the method, which is given as {method}")
-        return method
-    if method is None and settings:
-        raise ValueError(f"{', '.join(settings)}: no argument of this model; settings of a method need method=NAME")
-    if method is not None and method not in names:
-        raise ValueError(f"method={method!r} is unknown; valid: {', '.join(sorted(names))}")
-    cls = Method if method is None else names[method]
-    settings = settings if budget is None else {"budget": budget, **settings}
-    try:
-        return cls(**settings)
-    except TypeError as error:
-        raise ValueError(f"method={method}: {error}") from None

@@ -124,6 +124,9 @@ class MultiQuestion(Task):
     def metric(self) -> str:  # type: ignore[override]
         return FORMS[self.form][0] if self.scorer == "auto" else self.scorer
 
+    def converses(self) -> bool:
+        return self.turns == "session"
+
     def cannot_batch(self) -> str | None:
         alone = self.turns == "independent"
         return None if alone else f"task.turns={self.turns} leaves answers of different lengths in the cache"

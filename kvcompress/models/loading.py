@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcompress.common.cache_folder import cache_dir
 from kvcompress.models.packaged_models import EMBEDDED, Embedded, joined, pieces_of
@@ -134,6 +134,37 @@ def load_tokenizer(
     except (OSError, ValueError) as error:
         raise _explained(error, name, source) from error
     return _padding(tokenizer)
+
+
+def positions(
+    name_or_path: str | os.PathLike[str],
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **options: Any,
+) -> int | None:
+    """Positions that a model has by its configuration, before weights are read; None where it names no limit.
+
+    Args:
+        name_or_path, trust_remote_code, revision, options: as for `load_tokenizer`.
+
+    Raises:
+        ValueError, OSError: as `load`.
+    """
+    name = os.fspath(name_or_path)
+    if name.startswith("random/"):
+        return positions_of(random_config(name.removeprefix("random/"), **options))
+    source = str(_converted(name, EMBEDDED[name])) if name in EMBEDDED else _checked_source(name)
+    shared = {"trust_remote_code": trust_remote_code} | ({} if revision is None else {"revision": revision})
+    try:
+        return positions_of(AutoConfig.from_pretrained(source, **shared))
+    except (OSError, ValueError) as error:
+        raise _explained(error, name, source) from error
+
+
+def positions_of(config: Any) -> int | None:
+    """The same of a configuration."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _padding(tokenizer: Any) -> Any:

@@ -176,6 +176,8 @@ def flags(record: dict[str, Any]) -> list[str]:
         found.append(f"truncated {record['protocol.truncated_share']:.0%}")
     if record.get("protocol.unfinished_share"):
         found.append(f"thinking unfinished {record['protocol.unfinished_share']:.0%}")
+    if record.get("protocol.think_forced_share"):
+        found.append(f"thinking ended by force {record['protocol.think_forced_share']:.0%}")
     if record.get("protocol.hit_max_share"):
         found.append(f"hit-max {record['protocol.hit_max_share']:.0%}")
     read, full = record.get("kv.read_bytes_per_token"), record.get("kv.bytes_full")

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.data import prompts, thinking
+from kvcompress.data import prompts, think_rules, thinking
 from kvcompress.data.task import TIMES, Sample, Task
 from kvcompress.hook import joint_decoding
 from kvcompress.hook.session import Session, compress
@@ -53,19 +55,26 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
     return replace(sample, turns=turns)
 
 
-def check_lengths(samples: Sequence[Sample], model: Any, method: Method) -> None:
-    """Refuse samples longer than the model's positions, before any of them is run.
+def samples_of(spec: CellSpec, tokenizer: Any) -> list[Sample]:
+    """The samples of a cell's task under its rules of thinking, as many as it asks for."""
+    config = spec.config
+    made = islice(spec.task.samples(tokenizer), config.limit)
+    return [think_rules.prepared(sample, tokenizer, str(config.think), config.think_tokens) for sample in made]
+
+
+def check_lengths(samples: Sequence[Sample], limit: int | None, method: Method) -> None:
+    """Refuse samples longer than the model's `limit` of positions, before any of them is run.
 
     Raises:
-        ValueError: names the sample, its length and the limit.
+        ValueError: names the sample and where it stands, its length and the limit.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or method.compact_positions:
         return
     longest = max(samples, key=lambda sample: sample.total_tokens())
     if longest.total_tokens() > limit:
+        where = f"{longest.where}: " if longest.where else ""
         raise ValueError(
-            f"sample {longest.id} needs {longest.total_tokens()} positions, answer included; the model has {limit}; "
+            f"{where}sample {longest.id} needs {longest.total_tokens()} positions, answer included; the model has {limit}; "
             "choose shorter prompts, or a method with compact positions"
         )
 
@@ -142,6 +151,7 @@ def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) ->
         | how,
         "meta": meta,
         "unfinished": sum(one.unfinished for one in outputs) / max(1, len(outputs)),
+        **({"forced": fmean(out["ended_by_force"])} if out.get("ended_by_force") else {}),
         "shared": result.decoding is not None,
         "out": out,
         "rows": result.rows,
