@@ -66,7 +66,10 @@ def without_thinking(tokenizer: Any) -> Any:
         mark = next(one for one in OPENING if written.startswith(one, opened))
         blank = len(written) - len(written.rstrip("\n"))
         end = "\\n" * max(0, 2 - blank) + MARKS[mark] + "\\n\\n"
-        quiet.chat_template += f"{{% if add_generation_prompt %}}{{{{ '{end}' }}}}{{% endif %}}"
+        # of a template's last line jinja drops the end
+        quiet.chat_template = (
+            quiet.chat_template.removesuffix("\n") + f"{{% if add_generation_prompt %}}{{{{ '{end}' }}}}{{% endif %}}"
+        )
     elif not found:
         raise ValueError(
             f"think=off: this chat template has no switch ({', '.join(SWITCHES)}) and opens no thinking part; use think=keep"

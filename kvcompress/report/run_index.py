@@ -119,8 +119,10 @@ def gather(paths: Iterable[Path]) -> Loaded:
             found.entries.append(entry)
     tell_apart(found.entries)
     bases = baselines(found.entries)
+    compared: dict[tuple[str, Any], list[tuple[Entry, Any]]] = {}
     for entry in found.entries:
         base = bases.get(entry.table)
+        entry.record |= interval(entry.record, entry.scores)
         if base is None or entry.record["status"] not in FINISHED:
             continue
         deltas = stats.paired(entry.scores, base.scores)
@@ -128,7 +130,20 @@ def gather(paths: Iterable[Path]) -> Loaded:
             entry.record["delta_full"] = float(deltas.mean())
             entry.record["delta_stderr"] = stats.standard_error(deltas.tolist())
             entry.record["baseline"] = base.record["run_id"]
+            if entry is not base and entry.record["status"] == "ok":
+                compared.setdefault(entry.table, []).append((entry, deltas))
+    for members in compared.values():
+        for entry, deltas in members:
+            entry.record["delta_needed"] = stats.samples_needed(deltas, len(members))
     return found
+
+
+def interval(record: Mapping[str, Any], scores: Mapping[str, float]) -> dict[str, float | None]:
+    """Ends of the interval of a run's score, as keys of its record; nothing of one that does not count."""
+    if record["status"] != "ok" or not scores:
+        return {}
+    found = stats.score_interval(list(scores.values()))
+    return {"score_low": found.low, "score_high": found.high}
 
 
 def tell_apart(entries: Iterable[Entry]) -> None:

@@ -136,7 +136,7 @@ KV.charts = (() => {
     controls: () => [choice("rank", "Bytes held", data.groups[state.group].ranks.map((r) => [r.at, KV.share(r.at, 0)]), data.groups[state.group].ranks.some((r) => r.at === 0.25) ? 0.25 : undefined)],
     draw: () => {
       const found = data.groups[state.group].ranks.find((r) => String(r.at) === state.pick.rank);
-      return { numbers: { head: ["rank", "method", "score", ""], body: found.rows.map((r) => [known(r.rank) ? r.rank : KV.MISSING, [r.method, r.variant].filter(Boolean).join(" "), KV.fixed(r.score), r.interpolated ? "interpolated" : known(r.score) ? "measured" : "no runs around it"]) } };
+      return { numbers: { head: ["rank", "may be", "method", "score", ""], body: found.rows.map((r) => [known(r.rank) ? r.rank : KV.MISSING, known(r.rank_low) ? (r.rank_low === r.rank_high ? r.rank_low : `${r.rank_low}–${r.rank_high}`) : KV.MISSING, [r.method, r.variant].filter(Boolean).join(" "), KV.fixed(r.score), r.interpolated ? "interpolated" : known(r.score) ? "measured" : "no runs around it"]) } };
     },
   };
 
