@@ -20,6 +20,7 @@ from kvcompress.report.page import write_page
 from kvcompress.report.pareto import draw_fronts
 from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
 from kvcompress.report.rollouts import draw_rollouts
+from kvcompress.report.rollouts import markdown as rollouts_markdown
 from kvcompress.report.run_index import Entry, gather
 from kvcompress.report.seeds import print_seeds, seeds_markdown
 from kvcompress.report.serving import draw_serving, of_entries
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page += f"\n{reused}" if reused else ""
     repeated = seeds_markdown(found.entries)
     page += f"\n{repeated}" if repeated else ""
+    gaps = rollouts_markdown(found.entries)
+    page += f"\n{gaps}" if gaps else ""
     page += "".join(f"\n{serving_markdown(rows)}" for rows in of_entries(found.entries).values())
     for target, text in ((options.markdown, page), (options.csv, to_csv(records))):
         if target is None:
