@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from kvcompress.common.after_import import after_import
@@ -27,9 +28,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _register_pipeline() -> None:
-    from kvcompress import pipeline
-
-    pipeline.register()
+    # by its name: what imports the package does not import this, which stands above most of it
+    import_module("kvcompress.pipeline").register()
 
 
 after_import("transformers.pipelines", _register_pipeline)  # which may have been imported, or may never be

@@ -26,6 +26,7 @@ from kvcompress.data.lm_eval_requests import (
     draw_seed,
     log_likelihoods,
 )
+from kvcompress.data.think_rules import without_thinking
 from kvcompress.data.thinking import CLOSING
 from kvcompress.hook.session import compress
 from kvcompress.method import Method
@@ -52,8 +53,9 @@ class CompressedLM(Encoding, TemplateLM):
         held_back: last tokens of a context that are fed after its compression, where a continuation is scored.
         max_length: longest sequence; by default what the model's configuration says.
         seed: of tasks that sample.
-        think_end_token: taken and not needed: a text that thinks is known by its marks, and what is scored of it is what
-            stands behind them; stop strings do not count before.
+        think_end_token: mark that ends a thinking part, as text or as the id of a token. Not needed: a text that thinks is
+            known by its marks, and what is scored of it is what stands behind them; stop strings do not count before.
+        enable_thinking: False switches thinking off in the chat template (`think=off`); True and None leave it as it is.
         batch_size, max_batch_size: taken and not used: requests run one by one.
     """
 
@@ -70,7 +72,8 @@ class CompressedLM(Encoding, TemplateLM):
         seed: int = 0,
         device: str = "auto",
         dtype: str = "float32",
-        think_end_token: str | None = None,
+        think_end_token: str | int | None = None,
+        enable_thinking: bool | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
         **settings: Any,
@@ -80,8 +83,10 @@ class CompressedLM(Encoding, TemplateLM):
         """
         TemplateLM.__init__(self)
         self.method = method_of(method, budget, settings)
-        if think_end_token not in (None, *CLOSING):
-            raise ValueError(f"think_end_token={think_end_token!r}; valid: {', '.join(CLOSING)}")
+        if isinstance(think_end_token, str) and think_end_token.isdigit():  # as lm-eval reads it from a command line
+            think_end_token = int(think_end_token)
+        if not isinstance(think_end_token, int) and think_end_token not in (None, *CLOSING):
+            raise ValueError(f"think_end_token={think_end_token!r}; valid: {', '.join(CLOSING)}, or a token's id")
         if held_back < 0:
             raise ValueError(f"held_back={held_back}; at least 0 tokens")
         if isinstance(pretrained, str):
@@ -90,6 +95,10 @@ class CompressedLM(Encoding, TemplateLM):
         tokenizer = tokenizer or tokenizer_of(pretrained)
         if tokenizer is None:
             raise ValueError("this model did not come from kvcompress.load: give its tokenizer too")
+        if isinstance(think_end_token, int) and (mark := tokenizer.decode([think_end_token]).strip()) not in CLOSING:
+            raise ValueError(f"think_end_token={think_end_token} is {mark!r}; valid: ids of {', '.join(CLOSING)}")
+        if enable_thinking is False:
+            tokenizer = without_thinking(tokenizer)
         Encoding.__init__(self, tokenizer, max_length or resolve_max_length(pretrained.config, tokenizer))
         self.model, self.kernel, self.held_back, self.seed = pretrained, kernel, held_back, seed
         self.stop = loading.eos_ids(pretrained, tokenizer)
