@@ -52,11 +52,11 @@ class CompressedTextGenerationPipeline(Pipeline):
     question and `{"answers": [text, …]}` for `questions`.
     """
 
-    _load_tokenizer = True
-    _load_processor = False
-    _load_image_processor = False
-    _load_video_processor = False
-    _load_feature_extractor = False
+    _load_tokenizer: Any = True
+    _load_processor: Any = False
+    _load_image_processor: Any = False
+    _load_video_processor: Any = False
+    _load_feature_extractor: Any = False
 
     def _sanitize_parameters(
         self,
@@ -121,7 +121,7 @@ class CompressedTextGenerationPipeline(Pipeline):
         from kvcompress.data.haystack import prompt_template
 
         jsonl.whole(context, "context", "pipeline")
-        tokenizer = self.tokenizer
+        tokenizer: Any = self.tokenizer
         if think == "off":
             try:
                 tokenizer = think_rules.without_thinking(tokenizer)

@@ -148,7 +148,7 @@ def complete(
     stop: Sequence[int],
     tokenizer: Any,
     seed: int = 0,
-    guides: Sequence[Guide] = (),
+    guides: Sequence[Guide | None] = (),
     max_new_tokens: int | None = None,
 ) -> Generation:
     """Continue the current cache, which ends with the context, until a stop token or string.

@@ -153,12 +153,12 @@ def _cells(header: Sequence[str], cells: Sequence[str], where: str) -> dict[str,
         raise ValueError(f"{where}: {len(cells)} cells under {len(header)} columns ({', '.join(header)})")
     row: dict[str, Any] = dict(zip(header, cells, strict=True))
     row.pop("questions", None)
-    given = {name: row.pop(name) for name in ("answer", "answers") if name in row}
+    given: dict[str, str] = {name: row.pop(name) for name in ("answer", "answers") if name in row}
     told = {name: cell for name, cell in given.items() if cell.strip().lower() not in ("", "nan")}
     if not told:
         name, cell = next(iter(given.items()))
         raise ValueError(f"{where}: {name} is {cell.strip() or 'empty'}; give an answer, or leave the row out")
-    row |= told
+    row.update(told)
     if "answers" in row:
         row["answers"] = jsonl.loads(row["answers"], f"{where}: answers must be a JSON list")
     return row
