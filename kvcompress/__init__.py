@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+from kvcompress.common.after_import import after_import
 
 __all__ = ["CompressedCache", "Session", "compress", "load"]
 
@@ -22,3 +25,11 @@ def __getattr__(name: str) -> Any:
 
         return load
     raise AttributeError(f"module 'kvcompress' has no attribute {name!r}")
+
+
+def _register_pipeline() -> None:
+    # by its name: what imports the package does not import this, which stands above most of it
+    import_module("kvcompress.pipeline").register()
+
+
+after_import("transformers.pipelines", _register_pipeline)  # which may have been imported, or may never be

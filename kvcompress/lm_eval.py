@@ -26,10 +26,11 @@ from kvcompress.data.lm_eval_requests import (
     draw_seed,
     log_likelihoods,
 )
+from kvcompress.data.think_rules import without_thinking
 from kvcompress.data.thinking import CLOSING
 from kvcompress.hook.session import compress
 from kvcompress.method import Method
-from kvcompress.methods import METHODS
+from kvcompress.methods import method_of
 from kvcompress.models import loading
 from kvcompress.models.tokenizers import tokenizer_of
 
@@ -52,8 +53,9 @@ class CompressedLM(Encoding, TemplateLM):
         held_back: last tokens of a context that are fed after its compression, where a continuation is scored.
         max_length: longest sequence; by default what the model's configuration says.
         seed: of tasks that sample.
-        think_end_token: taken and not needed: a text that thinks is known by its marks, and what is scored of it is what
-            stands behind them; stop strings do not count before.
+        think_end_token: mark that ends a thinking part, as text or as the id of a token. Not needed: a text that thinks is
+            known by its marks, and what is scored of it is what stands behind them; stop strings do not count before.
+        enable_thinking: False switches thinking off in the chat template (`think=off`); True and None leave it as it is.
         batch_size, max_batch_size: taken and not used: requests run one by one.
     """
 
@@ -70,7 +72,8 @@ class CompressedLM(Encoding, TemplateLM):
         seed: int = 0,
         device: str = "auto",
         dtype: str = "float32",
-        think_end_token: str | None = None,
+        think_end_token: str | int | None = None,
+        enable_thinking: bool | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
         **settings: Any,
@@ -79,9 +82,11 @@ class CompressedLM(Encoding, TemplateLM):
         ValueError: an unknown method or setting, before a model is loaded.
         """
         TemplateLM.__init__(self)
-        self.method = _method(method, budget, settings)
-        if think_end_token not in (None, *CLOSING):
-            raise ValueError(f"think_end_token={think_end_token!r}; valid: {', '.join(CLOSING)}")
+        self.method = method_of(method, budget, settings)
+        if isinstance(think_end_token, str) and think_end_token.isdigit():  # as lm-eval reads it from a command line
+            think_end_token = int(think_end_token)
+        if not isinstance(think_end_token, int) and think_end_token not in (None, *CLOSING):
+            raise ValueError(f"think_end_token={think_end_token!r}; valid: {', '.join(CLOSING)}, or a token's id")
         if held_back < 0:
             raise ValueError(f"held_back={held_back}; at least 0 tokens")
         if isinstance(pretrained, str):
@@ -90,6 +95,10 @@ class CompressedLM(Encoding, TemplateLM):
         tokenizer = tokenizer or tokenizer_of(pretrained)
         if tokenizer is None:
             raise ValueError("this model did not come from kvcompress.load: give its tokenizer too")
+        if isinstance(think_end_token, int) and (mark := tokenizer.decode([think_end_token]).strip()) not in CLOSING:
+            raise ValueError(f"think_end_token={think_end_token} is {mark!r}; valid: ids of {', '.join(CLOSING)}")
+        if enable_thinking is False:
+            tokenizer = without_thinking(tokenizer)
         Encoding.__init__(self, tokenizer, max_length or resolve_max_length(pretrained.config, tokenizer))
         self.model, self.kernel, self.held_back, self.seed = pretrained, kernel, held_back, seed
         self.stop = loading.eos_ids(pretrained, tokenizer)
@@ -169,22 +178,3 @@ class CompressedLM(Encoding, TemplateLM):
     def _note(self, session: Any) -> None:
         report = session.report()
         self._seen.append((report["active"], report["kv"]["ratio"]))
-
-
-def _method(method: Method | str | None, budget: float | int | None, settings: dict[str, Any]) -> Method:
-    names = {name.lower(): cls for name, cls in METHODS.items()}
-    if isinstance(method, Method):
-        if budget is not None or settings:
-            given = ", ".join((["budget"] if budget is not None else []) + list(settings))
-            raise ValueError(f"{given}: settings of the method, which is given as {method}")
-        return method
-    if method is None and settings:
-        raise ValueError(f"{', '.join(settings)}: no argument of this model; settings of a method need method=NAME")
-    if method is not None and method not in names:
-        raise ValueError(f"method={method!r} is unknown; valid: {', '.join(sorted(names))}")
-    cls = Method if method is None else names[method]
-    settings = settings if budget is None else {"budget": budget, **settings}
-    try:
-        return cls(**settings)
-    except TypeError as error:
-        raise ValueError(f"method={method}: {error}") from None

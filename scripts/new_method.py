@@ -7,11 +7,9 @@ See docs/new_method.md for a walk through.
 
 from __future__ import annotations
 
-import argparse
-import keyword
-import re
-import sys
 from pathlib import Path
+
+from kvcompress.commands.scaffold import YAML, Scaffold
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,12 +75,6 @@ class NAME(Method):
         return Schedule(every=1 if self.decode else None)
 '''
 
-YAML = """\
-defaults:
-  - base_LOWER
-  - _self_
-"""
-
 TEST = '''\
 """NAME keeps what a plain loop keeps. TODO its own invariants: what must hold whatever the model."""
 
@@ -135,60 +127,34 @@ def test_illegal_settings_are_refused(options):
 '''
 
 
-def files(name: str) -> dict[str, str]:
-    """Contents by path, relative to the repository."""
-    lower = name.lower()
-    texts = {
-        f"methods/{lower}.py": METHOD,
-        f"conf/method/{lower}.yaml": YAML,
-        f"tests/methods/test_{lower}.py": TEST,
-    }
-    return {path: text.replace("NAME", name).replace("LOWER", lower) for path, text in texts.items()}
-
-
-def check(name: str, root: Path) -> None:
-    """Refuse a name that cannot be a class and a file, or that is taken.
-
-    Raises:
-        ValueError: names the name, what is allowed and what it collides with.
-    """
-    from kvcompress import method
+def _taken() -> dict[str, str]:
     from kvcompress.sweep.components import method_classes
 
-    if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name) or keyword.iskeyword(name):
-        raise ValueError(
-            f"{name!r} cannot name a method: a class name such as LongKeys or H2O (letters and digits, a capital first)"
-        )
-    taken = method_classes()
-    if name.lower() in taken:
-        raise ValueError(f"{name!r} is taken by {taken[name.lower()].__name__}: names differ in more than capitals")
-    if name in (*method.__all__, "METHODS", "Any", "ClassVar") or f"{name}Scorer" in method.__all__:
-        raise ValueError(f"{name!r} is a name that every method's file imports: choose another")
-    for path in files(name):
-        if (root / path).exists():
-            raise ValueError(f"{name!r} is taken: {path} is there; remove it or choose another name")
+    return {name: cls.__name__ for name, cls in method_classes().items()}
+
+
+def _reserved(name: str) -> bool:
+    from kvcompress import method
+
+    return name in (*method.__all__, "METHODS", "Any", "ClassVar") or f"{name}Scorer" in method.__all__
+
+
+METHODS = Scaffold(
+    kind="method",
+    example="LongKeys",
+    templates={"methods/LOWER.py": METHOD, "conf/method/LOWER.yaml": YAML, "tests/methods/test_LOWER.py": TEST},
+    taken=_taken,
+    reserved=_reserved,
+    advice=(
+        "It works at once: python -m pytest tests/methods/test_LOWER.py, and `method=LOWER`.\n"
+        "Now change what says TODO (docs/new_method.md walks through one), then run scripts/method_table.py."
+    ),
+)
+files = METHODS.files
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the class, such as LongKeys; on the command line it is method=longkeys")
-    parser.add_argument("--root", type=Path, default=ROOT, help="repository to write into")
-    args = parser.parse_args(arguments)
-    try:
-        check(args.name, args.root)
-    except ValueError as error:
-        print(f"new_method: {error}", file=sys.stderr)
-        return 1
-    for path, text in files(args.name).items():
-        (args.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (args.root / path).write_text(text, encoding="utf-8")
-        print(path)
-    lower = args.name.lower()
-    print(
-        f"It works at once: python -m pytest tests/methods/test_{lower}.py, and `method={lower}`.\n"
-        "Now change what says TODO (docs/new_method.md walks through one), then run scripts/method_table.py."
-    )
-    return 0
+    return METHODS.main(arguments, ROOT, __doc__)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class Fidelity(Task):
     metric: ClassVar[str] = "top1_agreement"
     metric_version: ClassVar[str] = "1"
     wants_reference: ClassVar[bool] = True
+    thinks: ClassVar[bool] = False
 
     source: str = "text"
     texts: str = "builtin"

@@ -211,6 +211,7 @@ class InfiniteBench(RowTask):
                 turns=(Turn(made.question, new, references=asked.references),),
                 protocol={"question": self.question, "template": made.template, "max_length": limit},
                 meta={"row": place(where), **facts},
+                where=where,
             )
 
     def gold(self, sample: Sample) -> list[str] | None:

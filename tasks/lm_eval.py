@@ -32,7 +32,7 @@ from kvcompress.data.lm_eval_requests import (
     log_likelihoods,
     prompt_of,
 )
-from kvcompress.data.task import Sample, Task, Turn
+from kvcompress.data.task import Sample, Task, Turn, ended_by_force
 from kvcompress.measure.measuring import PeakMemory
 
 PERCENT = ("bleu", "chrf", "chrf++")  # metrics of lm-eval whose best value is 100
@@ -50,7 +50,10 @@ class Document(Sample):
     asked: tuple[tuple[Request, ...], ...] = field(default=(), compare=False, repr=False)
 
     def total_tokens(self) -> int:
-        return max(part.total_tokens() for parts in self.asked for part in parts)
+        parts = [part for parts in self.asked for part in parts]
+        written = [part.max_new_tokens for part in parts if isinstance(part, Completion)]
+        thought = max(turn.max_new_tokens for turn in self.turns) - max(written, default=0)  # with a budget of thinking
+        return max(part.total_tokens() for part in parts) + max(0, thought)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +262,11 @@ class LMEval(Task):
                         session.cache = base.fork() if number + 1 < len(parts) else base
                         turn = sample.turns[len(out["tokens"])]
                         seed = draw_seed(self.seed, sample.id, len(out["tokens"]))
-                        written = complete(session, part, turn.stop, tokenizer, seed)
+                        written = complete(
+                            session, part, turn.stop, tokenizer, seed, turn.guides(), turn.max_new_tokens
+                        )
+                        for key, values in ended_by_force([written]).items():
+                            out.setdefault(key, []).extend(values)
                         ends.append(session.report())
                         out["tokens"].append([int(token) for token in written.tokens[0]])
                         out["finished"].append(written.finished[0])

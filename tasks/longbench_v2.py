@@ -21,7 +21,7 @@ from kvcompress.common.prose import Encoder
 from kvcompress.data import hub, jsonl, prompts
 from kvcompress.data.haystack import prompt_template
 from kvcompress.data.row_task import RowPrompt, RowTask
-from kvcompress.data.task import Sample, Turn
+from kvcompress.data.task import Sample, Turn, ended_by_force
 
 ANSWER_TOKENS, COT_TOKENS = 128, 1024
 CHOICES = "ABCD"
@@ -123,9 +123,11 @@ class LongBenchV2(RowTask):
         ids = [*letter.ids[:at], *out["tokens"][0], *letter.ids[at:]]
         session.cache = session.new_cache()
         session.append(torch.tensor([ids], device=session.model.device))
-        generation = session.generate(letter.max_new_tokens, stop=letter.stop)
+        generation = session.generate(letter.max_new_tokens, stop=letter.stop, guides=letter.guides())
         out["tokens"].append([int(token) for token in generation.tokens[0]])
         out["finished"].append(generation.finished[0])
+        for name, values in ended_by_force([generation]).items():
+            out.setdefault(name, []).extend(values)
         out["tpot_s"].extend(float(seconds) for seconds in generation.step_s)
         return out
 

@@ -125,6 +125,9 @@ class MultiQuestion(Task):
     def metric(self) -> str:  # type: ignore[override]
         return FORMS[self.form][0] if self.scorer == "auto" else self.scorer
 
+    def converses(self) -> bool:
+        return self.turns == "session"
+
     def cannot_batch(self) -> str | None:
         return conversation.cannot_batch(self.turns)
 

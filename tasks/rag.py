@@ -28,7 +28,7 @@ from kvcompress.common.tokenization import plain_ids
 from kvcompress.data import passages, prompts, thinking
 from kvcompress.data.divergence import reference_answer, teacher_forced_divergence
 from kvcompress.data.haystack import prompt_template
-from kvcompress.data.task import Sample, Task, Turn
+from kvcompress.data.task import Sample, Task, Turn, ended_by_force
 from kvcompress.measure.measuring import PeakMemory, quartiles, synchronize
 from kvcompress.method.parts import OneShot, Prefill
 from kvcompress.metrics.scores import normalise, qa_f1
@@ -243,7 +243,7 @@ class Rag(Task):
                     held = session.cache
         session.cache, compressed = held.fork(), found["own"]
         with PeakMemory(device) as decode_peak:
-            answer = session.generate(turn.max_new_tokens, stop=turn.stop)
+            answer = session.generate(turn.max_new_tokens, stop=turn.stop, guides=turn.guides())
         end, tokens = session.report(), [int(token) for token in answer.tokens[0]]
         session.cache = held
         positions = _followed(session, sample.reference)
@@ -262,6 +262,7 @@ class Rag(Task):
             "tpot_s": [float(step) for step in answer.step_s],
             "prefill_peak": compressed["peak"],
             "decode_peak": decode_peak.peak,
+            **ended_by_force([answer]),
             "seconds": seconds,
             "precompute_s": precompute_s,
             "precomputed": computed,

@@ -70,6 +70,7 @@ class Rollouts(Task):
     metric: ClassVar[str] = "reward_mean"
     metric_version: ClassVar[str] = "1"
     opens_sessions: ClassVar[bool] = True
+    thinks: ClassVar[bool] = False
 
     source: str = "needle"
     file: str = ""

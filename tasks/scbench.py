@@ -257,6 +257,7 @@ class SCBench(RowTask):
                 ),
                 protocol={"question": "hidden", "turns": self.turns, "template": template, "max_length": limit},
                 meta={**meta, **prompts.facts(tokenizer, (*context, *ids[0]), cut)},
+                where=one.where,
             )
 
     def _apart(self, tokenizer: Any, one: Conversation, limit: int) -> tuple[Any, list[tuple[int, ...]], str, int]:

@@ -23,6 +23,7 @@ from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
 from kvcompress.report.rollouts import draw_rollouts
 from kvcompress.report.rollouts import markdown as rollouts_markdown
 from kvcompress.report.run_index import Entry, gather
+from kvcompress.report.seeds import print_seeds, seeds_markdown
 from kvcompress.report.serving import draw_serving, of_entries
 from kvcompress.report.serving import markdown as serving_markdown
 from kvcompress.report.table import leaderboard, leaderboard_markdown, terminal, title, to_csv
@@ -87,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = leaderboard_markdown(groups) + ("\n" if groups and beside else "") + external_markdown(beside)
     reused = reuse_markdown(entry.record for entry in found.entries)
     page += f"\n{reused}" if reused else ""
+    repeated = seeds_markdown(found.entries)
+    page += f"\n{repeated}" if repeated else ""
     gaps = rollouts_markdown(found.entries)
     page += f"\n{gaps}" if gaps else ""
     page += "".join(f"\n{serving_markdown(rows)}" for rows in of_entries(found.entries).values())
@@ -104,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sweep in sorted({entry.sweep for entry in found.entries}):
             notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
             leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], terminal())
+        print_seeds(found.entries, terminal())
         print_reuse((entry.record for entry in found.entries), terminal())
         print_external(beside, terminal())
     if options.png is not None:

@@ -173,8 +173,13 @@ def summary(outcomes: Sequence[Outcome], console: Console, interrupted: bool = F
 
 def _latest(outcome: Outcome) -> Mapping[str, Any]:
     """The record as it is now: a baseline that ran later has filled in its delta."""
-    path = outcome.folder / "record.json" if outcome.folder else None
+    if outcome.folder is None:
+        return outcome.record
+    from kvcompress.report.run_index import interval
+
     try:
-        return record.read_record(path) if path else outcome.record
+        found = record.read_record(outcome.folder / "record.json")
     except ValueError:
         return outcome.record
+    scores = {row["id"]: float(row["score"]) for row in record.read_rows(outcome.folder / "samples.jsonl")}
+    return found | interval(found, scores)

@@ -23,6 +23,7 @@ class MeasuredTask(Task):
     metric_version: ClassVar[str] = "1"
     shares_prefill: ClassVar[bool] = False
     opens_sessions: ClassVar[bool] = True
+    thinks: ClassVar[bool] = False
 
     source: str = "random"
 

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 
 from kvcompress.common.tokenization import plain_ids
-from kvcompress.data.thinking import CLOSING, OPENING, Output, answer_part, decode, last_mark
-from kvcompress.hook.generation import Generation
+from kvcompress.data.thinking import LOOK_BACK, Output, ThoughtTracker, answer_part, decode
+from kvcompress.hook.generation import Generation, Guide
 from kvcompress.hook.session import Session
 from kvcompress.method import Method
-
-LOOK_BACK = 2  # tokens searched for a stop string beyond those it takes itself, as lm-eval does
 
 
 @dataclass(frozen=True)
@@ -144,16 +142,29 @@ def _score(session: Session, ids: torch.Tensor, targets: torch.Tensor) -> tuple[
 
 
 @torch.no_grad()
-def complete(session: Session, asked: Completion, stop: Sequence[int], tokenizer: Any, seed: int = 0) -> Generation:
-    """Continue the current cache, which ends with the context, until a stop token or string."""
+def complete(
+    session: Session,
+    asked: Completion,
+    stop: Sequence[int],
+    tokenizer: Any,
+    seed: int = 0,
+    guides: Sequence[Guide | None] = (),
+    max_new_tokens: int | None = None,
+) -> Generation:
+    """Continue the current cache, which ends with the context, until a stop token or string.
+
+    Args:
+        guides: rules of its thinking part; `max_new_tokens`: with that part, where it has a budget of its own.
+    """
     return session.generate(
-        asked.max_new_tokens,
+        max_new_tokens or asked.max_new_tokens,
         stop=stop,
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
         seed=seed,
         until=reaches(asked.until, tokenizer, asked.thinking),
+        guides=guides,
     )
 
 
@@ -174,32 +185,21 @@ class StopStrings:
     """
 
     def __init__(self, spans: Sequence[tuple[str, int]], tokenizer: Any, thinking: bool = False) -> None:
-        self.spans, self.tokenizer, self.inside = spans, tokenizer, thinking
-        self._answer = 0  # the token at which the text to look at begins
-        self._mark: int | None = None  # a token before the mark that closed the last thinking part
-        self._width = LOOK_BACK + max(len(plain_ids(tokenizer, mark)) for mark in (*OPENING, *CLOSING))
+        self.spans, self.tokenizer = spans, tokenizer
+        self._thought = ThoughtTracker(tokenizer, thinking)
 
     def __call__(self, tokens: list[int]) -> bool:
         """True if the output has come to a stop string; `tokens` are all so far, one more than at the last call."""
-        recent = decode(self.tokenizer, tokens[max(self._answer, len(tokens) - self._width) :])
-        closed, opened = last_mark(recent, CLOSING), last_mark(recent, OPENING)
-        if self.inside:
-            if closed[0] > opened[0]:
-                self.inside = False
-                self._answer, self._mark = len(tokens), max(0, len(tokens) - self._width)
-            else:
-                return False
-        elif opened[0] > closed[0]:
-            self.inside = True
+        if self._thought(tokens):
             return False
         return any(text in self._last(tokens, width) for text, width in self.spans)
 
     def _last(self, tokens: list[int], width: int) -> str:
-        answer = tokens[self._answer :]
-        if self._mark is None or len(answer) > width:
+        answer = tokens[self._thought.answer :]
+        if self._thought.mark is None or len(answer) > width:
             return self.tokenizer.decode(answer[-width:])
         # a token may hold the end of the mark and the beginning of what follows it
-        return answer_part(decode(self.tokenizer, tokens[self._mark :])).lstrip()
+        return answer_part(decode(self.tokenizer, tokens[self._thought.mark :])).lstrip()
 
 
 def answer_text(asked: Completion, tokens: Sequence[int], tokenizer: Any) -> str:

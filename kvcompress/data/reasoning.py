@@ -19,7 +19,7 @@ from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
 from kvcompress.data import grading, hub, jsonl, prompts, thinking
 from kvcompress.data.haystack import prompt_template
-from kvcompress.data.task import Sample, Task, Turn, merged, prefill
+from kvcompress.data.task import Sample, Task, Turn, ended_by_force, merged, prefill
 from kvcompress.measure.measuring import PeakMemory
 
 PROMPT = (
@@ -48,7 +48,7 @@ class Reasoning(Task):
         path: JSON Lines file; "" for the data set's own file under `paths.data`, or the Hub where there is none.
         k: answers per problem. One is greedy unless a temperature is given; several are sampled.
         temperature, top_p: of sampling; None for 0.6 and 0.95, or greedy where k is 1.
-        max_new_tokens: length of an answer at most, thinking included.
+        max_new_tokens: length of an answer at most, thinking included unless `think_tokens` gives it a budget of its own.
         batch: answers of a problem that are decoded together. Which are drawn depends on it, and on the seed.
         template: "auto" (the tokenizer's chat template if it has one), "chat" or "none" (as R-KV's script).
         revision: commit of the data set on the Hub, or its branch.
@@ -192,6 +192,7 @@ class Reasoning(Task):
         finished: list[str] = []
         tpot: list[float] = []
         ends: list[dict[str, Any]] = []
+        forced: dict[str, list[bool]] = {}
         held = [float(compressed["kv"]["bytes_held"])]
         with PeakMemory(device) as decode_peak:
             for first in range(0, self.k, self.batch):
@@ -212,7 +213,10 @@ class Reasoning(Task):
                     top_p=self.top_p,
                     seed=int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]),
                     watch=watch,
+                    guides=turn.guides(rows),
                 )
+                for name, values in ended_by_force([generation]).items():
+                    forced.setdefault(name, []).extend(values)
                 tokens += [[int(token) for token in row] for row in generation.tokens]
                 finished += generation.finished
                 tpot += [float(seconds) for seconds in generation.step_s]
@@ -229,6 +233,7 @@ class Reasoning(Task):
             "tpot_s": tpot,
             "prefill_peak": prompt_peak,
             "decode_peak": decode_peak.peak,
+            **forced,
         }
 
     def gold(self, sample: Sample) -> list[str] | None:

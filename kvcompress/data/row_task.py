@@ -208,6 +208,7 @@ class RowTask(Task):
                 turns=(Turn(prompt.question, self.new_tokens(row), references=asked.references),),
                 protocol={"question": self.question, "template": prompt.template, "max_length": limit},
                 meta={**self.about(row), **prompts.describe(tokenizer, prompt)},
+                where=where,
             )
 
 

@@ -10,10 +10,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from kvcompress.hook.generation import Guide
 from kvcompress.measure.measuring import PeakMemory, synchronize
 
 # What several questions on one compressed context have in common. In a record as `protocol.turns`.
@@ -29,6 +30,16 @@ TURNS = {
 TIMES = ("ttft_s", "prefill_s", "compress_s", "tpot_s", "prefill_peak", "decode_peak")
 
 
+class AnswerRules(Protocol):
+    """Rules of one answer's thinking part (`kvcompress.data.think_rules`)."""
+
+    def guide(self) -> Guide | None:
+        """A guide for a row that is decoded; None where nothing is ruled."""
+
+    def kept(self, tokens: Sequence[int]) -> list[int]:
+        """Ids of an output as they stay in a conversation without its thoughts."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """One question and what may answer it.
@@ -39,6 +50,7 @@ class Turn:
         stop: token ids any of which ends the answer. The runner adds the model's own end tokens.
         references: strings the answer is scored against.
         min_new_tokens: no stop token is picked before this many.
+        rules: of its thinking part, set by the runner; None where there are none.
     """
 
     ids: tuple[int, ...]
@@ -46,6 +58,12 @@ class Turn:
     stop: tuple[int, ...] = ()
     references: tuple[str, ...] = ()
     min_new_tokens: int = 0
+    rules: AnswerRules | None = field(default=None, compare=False, repr=False)
+
+    def guides(self, rows: int = 1) -> list[Guide | None]:
+        """A guide for each row that answers it, empty where it has none."""
+        made = [] if self.rules is None else [self.rules.guide() for _ in range(rows)]
+        return made if any(guide is not None for guide in made) else []
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,7 @@ class Sample:
         protocol: how it is asked, e.g. `{"question": "seen"}`; goes into the record. `turns` says what becomes of
             several questions, see `Task.run`.
         meta: facts about the sample for reports, e.g. length and depth; plain values only.
+        where: it stands in the data, as "FILE line 3", for errors.
         reference: what `Task.reference` found on the uncompressed model, set by the runner; None where none is wanted.
     """
 
@@ -69,6 +88,7 @@ class Sample:
     protocol: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     reference: Mapping[str, torch.Tensor] | None = field(default=None, compare=False, repr=False)
+    where: str = field(default="", compare=False, repr=False)
 
     @property
     def order(self) -> str:
@@ -80,8 +100,10 @@ class Sample:
         return [token for segment in self.segments for token in segment] + list(self.turns[0].ids)
 
     def total_tokens(self) -> int:
-        """Positions the sample needs at most: context, every question and every answer at full length."""
-        return sum(map(len, self.segments)) + sum(len(turn.ids) + turn.max_new_tokens for turn in self.turns)
+        """Positions the sample needs at most: context, questions and answers at full length; where each question is asked
+        of the context alone, the longest."""
+        turns = [len(turn.ids) + turn.max_new_tokens for turn in self.turns]
+        return sum(map(len, self.segments)) + (max(turns) if self.order == "independent" else sum(turns))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +122,9 @@ class Task(ABC):
     shares_prefill: ClassVar[bool] = True  # False where the prefill itself is what is measured
     wants_reference: ClassVar[bool] = False  # True where a sample is judged against a run without compression
     opens_sessions: ClassVar[bool] = False  # True where `run` gets a session that is not open, and opens others like it
+    thinks: ClassVar[bool] = (
+        True  # False where outputs are no answers with a thinking part: no budget of thinking applies
+    )
 
     seed: int = 0
     data: str | None = None
@@ -122,6 +147,10 @@ class Task(ABC):
             return None
         every = self.metric == "string_match_all"
         return [", ".join(turn.references) if every else turn.references[0] for turn in sample.turns]
+
+    def converses(self) -> bool:
+        """True if the model's own answers stay in the cache for later questions."""
+        return False
 
     def cannot_batch(self) -> str | None:
         """Why its samples cannot be rows of one batch, or None if they can: each is then run as `Task.run` does."""
@@ -168,13 +197,15 @@ class Task(ABC):
         A first question that is part of the context has no ids of its own. A later question is a prompt of its own
         (and is compressed) where the protocol says that questions are seen, else it is appended. What it is appended
         to, `sample.order` says: the compressed context, or what the turns before it left there. A stop token is no
-        part of an answer: what ends it in the conversation is in the ids of the next turn.
+        part of an answer: what ends it in the conversation is in the ids of the next turn. With `think: drop` in the
+        protocol an answer is put into the conversation anew without its thinking part, never compressed.
 
         Returns:
             `tokens` (one list of ids per turn), `finished` (per turn "stop" or "length"), `compressed` and `end`
             (`session.report()` after the compression and at the end), `ttft_s` (from the start of the prompt to the
             logits of the first token, compression included), `prefill_s`, `compress_s`, `tpot_s` (seconds of each
-            decoded token), `prefill_peak` and `decode_peak` (bytes of the device, or of this process on the CPU).
+            decoded token), `prefill_peak` and `decode_peak` (bytes of the device, or of this process on the CPU); with a
+            budget of thinking also `ended_by_force`, per turn whether its thought was.
         """
         device = session.model.device
         prompt_s, prompt_peak = prefill(session, sample)
@@ -184,6 +215,7 @@ class Task(ABC):
         ends: list[dict[str, Any]] = []
         question_s, order, last = 0.0, sample.order, len(sample.turns) - 1
         held = session.cache  # what the next question is asked of
+        forget = order == "session" and sample.protocol.get("think") == "drop"
         with PeakMemory(device) as decode_peak:
             for number, turn in enumerate(sample.turns):
                 start = time.perf_counter()
@@ -201,9 +233,18 @@ class Task(ABC):
                 synchronize(device)
                 if number == 0:
                     question_s = time.perf_counter() - start
+                asked = session.cache.fork() if forget and number < last else None
+                guides = turn.guides()
                 answers.append(
-                    session.generate(turn.max_new_tokens, stop=turn.stop, min_new_tokens=turn.min_new_tokens)
+                    session.generate(
+                        turn.max_new_tokens, stop=turn.stop, min_new_tokens=turn.min_new_tokens, guides=guides
+                    )
                 )
+                if asked is not None and turn.rules is not None:
+                    kept = turn.rules.kept([int(token) for token in answers[-1].tokens[0]])
+                    held = session.cache = asked
+                    if kept:
+                        session.append(torch.tensor([kept], device=device))
                 if order == "independent" or number == last:
                     ends.append(session.report())
         return {
@@ -217,7 +258,14 @@ class Task(ABC):
             "tpot_s": [float(seconds) for answer in answers for seconds in answer.step_s],
             "prefill_peak": prompt_peak,
             "decode_peak": decode_peak.peak,
+            **ended_by_force(answers),
         }
+
+
+def ended_by_force(answers: Sequence[Any]) -> dict[str, list[bool]]:
+    """Per output of these generations whether its thought was ended by force, as of `Task.run`; nothing without guides."""
+    found = [forced for answer in answers for forced in answer.forced]
+    return {"ended_by_force": found} if found else {}
 
 
 def merged(ends: Sequence[dict[str, Any]]) -> dict[str, Any]:

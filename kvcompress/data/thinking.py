@@ -3,7 +3,7 @@
 A tokenizer may hold a mark (`<think>`) as one special token, as one ordinary token, or as several. Special tokens are
 left out of decoded text as a rule, and with them the end of a thought: `decode` keeps the marks, so that an output is
 judged alike whatever its tokenizer declares. Who opens the mark does not matter either: the model, the chat template,
-or the end of a prompt.
+or the end of a prompt. Rules of thinking while an answer is written are in `kvcompress.data.think_rules`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from kvcompress.common.tokenization import plain_ids
 
 if TYPE_CHECKING:
     from kvcompress.data.task import Sample
@@ -24,6 +26,7 @@ MARKS = {  # what opens a thinking part: what closes it
 }
 OPEN, CLOSE = next(iter(MARKS.items()))
 OPENING, CLOSING = tuple(MARKS), tuple(MARKS.values())
+LOOK_BACK = 2  # tokens searched for a text beyond those it takes itself, as lm-eval does
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,32 @@ def answer_part(text: str, thinking: bool = False) -> str:
     return "" if unfinished(text, thinking) else text[last_mark(text, CLOSING)[1] :]
 
 
+class ThoughtTracker:
+    """Whether an output that grows token by token is inside a thinking part.
+
+    Attributes:
+        inside: it is, after the tokens that were shown.
+        answer: number of the first token behind the last part that was closed; 0 where none was.
+        mark: number of a token before the mark that closed it; None where none was.
+    """
+
+    def __init__(self, tokenizer: Any, inside: bool = False) -> None:
+        self.tokenizer, self.inside, self.answer = tokenizer, inside, 0
+        self.mark: int | None = None
+        self._width = LOOK_BACK + max(len(plain_ids(tokenizer, mark)) for mark in (*OPENING, *CLOSING))
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """`inside`, with `tokens` all so far: one more than at the last call."""
+        recent = decode(self.tokenizer, tokens[max(self.answer, len(tokens) - self._width) :])
+        closed, opened = last_mark(recent, CLOSING), last_mark(recent, OPENING)
+        if self.inside and closed[0] > opened[0]:
+            self.inside, self.answer = False, len(tokens)
+            self.mark = max(0, len(tokens) - self._width)
+        elif opened[0] > closed[0]:
+            self.inside = True
+        return self.inside
+
+
 def template_opens(tokenizer: Any) -> bool:
     """True if the tokenizer's chat template opens a thinking part for the model."""
     return unfinished(generation_prompt(tokenizer))
@@ -125,9 +154,9 @@ def begins_by_turn(tokenizer: Any, sample: Sample, prompt_end: str) -> list[bool
     """Per turn of a sample whether its answer begins inside a thinking part.
 
     Args:
-        prompt_end: the last characters of the first prompt.
+        prompt_end: the last characters of the first prompt, and of later ones that have no ids of their own.
     """
-    ends = [tokenizer.decode(turn.ids) if number else prompt_end for number, turn in enumerate(sample.turns)]
+    ends = [tokenizer.decode(one.ids) if number and one.ids else prompt_end for number, one in enumerate(sample.turns)]
     return [begins_thinking(tokenizer, end) for end in ends]
 
 

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 Tensor = torch.Tensor
+ENDED = -1  # what a guide says where a row is as long as it may be
+
+
+class Guide(Protocol):
+    """Rules of one row's output beyond its length, as where thinking has a budget of its own."""
+
+    def __call__(self, tokens: list[int]) -> int | None:
+        """Asked once before the first token and after each: the id that comes next whatever the model picks, `ENDED`, or
+        None where the model is free."""
+
+    def stops(self, token: int) -> bool:
+        """False if a stop token that was picked now does not end the row."""
 
 
 @dataclass
@@ -20,12 +33,14 @@ class Generation:
         finished: per row, "stop" or "length"; "nan" where its logits were not numbers, which ends a row of several.
         step_s: seconds of each decode forward, device work included.
         pending: LongTensor `[B, 1]`, the last token picked for each row, which no forward has seen yet.
+        forced: per row, whether a guide put in a token; empty without guides.
     """
 
     tokens: list[list[int]]
     finished: list[str]
     step_s: list[float] = field(default_factory=list)
     pending: Tensor | None = None
+    forced: list[bool] = field(default_factory=list)
 
 
 def pick(logits: Tensor, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None) -> Tensor:
@@ -65,23 +80,26 @@ def generate(
     min_new_tokens: int = 0,
     until: Callable[[list[int]], bool] | None = None,
     on_logits: Callable[[int, Tensor], None] | None = None,
+    guides: Sequence[Guide | None] = (),
 ) -> Generation:
     """Decode from `logits [B, V]` with `step(ids [B, 1], real [B] or None) -> logits`.
 
     The last picked token of each row is not fed: the cache holds exactly the tokens before it. A finished row goes on
     as padding, which gets no position. `watch` is called after every step, outside of what is timed. `until` is asked
     with a row's tokens so far and ends the row with "stop"; the token that made it true is kept.
-    `on_logits` gets a token's number and the logits it is picked from.
+    `on_logits` gets a token's number and the logits it is picked from. `guides`, one per row or none at all, are made for
+    this call: a token that a guide puts in takes the place of the picked one, and `ENDED` ends the row with "length".
 
     Raises:
         ValueError: for settings outside their range, or where the logits of every row have become NaN.
     """
     check_sampling(max_new_tokens, temperature, top_p, top_k)
     batch, stops = logits.shape[0], set(stop)
+    ruling = [None if guide is None else guide([]) for guide in guides] or [None] * batch
     generator = None
     if temperature > 0 and seed is not None:
         generator = torch.Generator(device=logits.device).manual_seed(seed)
-    result = Generation([[] for _ in range(batch)], ["length"] * batch)
+    result = Generation([[] for _ in range(batch)], ["length"] * batch, forced=[False] * len(guides))
     alive = torch.ones(batch, dtype=torch.bool)
     last = torch.zeros(batch, 1, dtype=torch.long, device=logits.device)
     for number in range(max_new_tokens):
@@ -91,7 +109,11 @@ def generate(
             logits = logits.index_fill(1, torch.tensor(sorted(stops), device=logits.device), float("-inf"))
         bad = logits.isnan().any(-1)
         sound = logits if temperature == 0.0 else logits.masked_fill(bad[:, None], 0.0)
-        tokens = pick(sound, temperature, top_p, top_k, generator).masked_fill(bad, -1)
+        tokens = pick(sound, temperature, top_p, top_k, generator)
+        for row, ruled in enumerate(ruling):
+            if ruled is not None and ruled >= 0:
+                tokens[row], result.forced[row] = ruled, True
+        tokens = tokens.masked_fill(bad, -1)
         for row, token in enumerate(tokens.tolist()):
             if not alive[row]:
                 continue
@@ -100,14 +122,18 @@ def generate(
                 result.finished[row] = "nan"
                 continue
             last[row] = token
-            if token in stops:
+            guide = guides[row] if guides else None
+            if token in stops and ruling[row] is None and (guide is None or guide.stops(token)):
                 alive[row] = False
                 result.finished[row] = "stop"
-            else:
-                result.tokens[row].append(token)
-                if until is not None and until(result.tokens[row]):
-                    alive[row] = False
-                    result.finished[row] = "stop"
+                continue
+            result.tokens[row].append(token)
+            if until is not None and until(result.tokens[row]):
+                alive[row] = False
+                result.finished[row] = "stop"
+            elif guide is not None:
+                ruling[row] = guide(result.tokens[row])
+                alive[row] = ruling[row] != ENDED
         if all(how == "nan" for how in result.finished):
             raise ValueError(f"the logits of {'every row' if batch > 1 else 'the model'} are NaN after {number} tokens")
         if not bool(alive.any()) or number == max_new_tokens - 1:

@@ -16,7 +16,7 @@ from kvcompress.hook.auxiliary import AuxiliaryForwards
 from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compatibility import check_codec, check_tokenizer
 from kvcompress.hook.compression import Compressor
-from kvcompress.hook.generation import Generation, check_sampling, generate
+from kvcompress.hook.generation import Generation, Guide, check_sampling, generate
 from kvcompress.hook.model_facts import ModelFacts
 from kvcompress.hook.model_hooks import ModelHooks
 from kvcompress.hook.planner import ForwardPlanner
@@ -318,6 +318,7 @@ class Session:
         watch: Callable[[], None] | None = None,
         min_new_tokens: int = 0,
         until: Callable[[list[int]], bool] | None = None,
+        guides: Sequence[Guide | None] = (),
     ) -> Generation:
         """Continue the current cache from its last logits; greedy at temperature 0.
 
@@ -331,6 +332,7 @@ class Session:
             watch: called after every decode step, outside of what is timed.
             min_new_tokens: no stop token is picked before this many.
             until: asked with a row's tokens after each; True ends the row, as where a text holds a stop string.
+            guides: one per row, or none at all: rules of thinking parts, `kvcompress.hook.generation.Guide`.
         """
         self._must_be_open()
         check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -354,6 +356,7 @@ class Session:
             min_new_tokens,
             until,
             self._on_logits,
+            guides,
         )
         cache.keep_pending(output.pending)
         return output

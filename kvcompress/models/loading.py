@@ -136,30 +136,37 @@ def load_tokenizer(
     return _padding(tokenizer)
 
 
-def max_positions(
+def positions(
     name_or_path: str | os.PathLike[str],
     *,
     trust_remote_code: bool = False,
     revision: str | None = None,
     **options: Any,
 ) -> int | None:
-    """Positions that a model has, without its weights; None where its configuration does not say.
+    """Positions that a model has by its configuration, before weights are read; None where it names no limit.
 
-    Args, Raises: as `load_tokenizer`.
+    Args:
+        name_or_path, trust_remote_code, revision, options: as for `load_tokenizer`.
+
+    Raises:
+        ValueError, OSError: as `load`.
     """
     name = os.fspath(name_or_path)
     if name.startswith("random/"):
         architecture = name.removeprefix("random/")
         if architecture not in (*SMALL, *FULL):
             raise ValueError(_unknown(name))
-        config: Any = random_config(architecture, **options)
-    else:
-        source = str(_converted(name, EMBEDDED[name])) if name in EMBEDDED else _checked_source(name)
-        shared = {"trust_remote_code": trust_remote_code} | ({} if revision is None else {"revision": revision})
-        try:
-            config = AutoConfig.from_pretrained(source, **shared)
-        except (OSError, ValueError) as error:
-            raise _explained(error, name, source) from error
+        return positions_of(random_config(architecture, **options))
+    source = str(_converted(name, EMBEDDED[name])) if name in EMBEDDED else _checked_source(name)
+    shared = {"trust_remote_code": trust_remote_code} | ({} if revision is None else {"revision": revision})
+    try:
+        return positions_of(AutoConfig.from_pretrained(source, **shared))
+    except (OSError, ValueError) as error:
+        raise _explained(error, name, source) from error
+
+
+def positions_of(config: Any) -> int | None:
+    """The same of a configuration."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 

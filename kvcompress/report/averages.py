@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvcompress.report import stats
 from kvcompress.report.frame import MEASURED, method_key
+from kvcompress.sweep.record import read_rows
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Row = Mapping[str, Any]
+Scores = Callable[[Row], Mapping[str, float]]  # of a row's samples by id
 # what must be equal before results on different data sets are put side by side
 SETTING = ("sweep", "model", "dtype", "device", "seed", "protocol.question", "protocol.turns")
 
@@ -75,11 +80,15 @@ def suites(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def ranked(rows: Sequence[Row], target: float) -> list[dict[str, Any]]:
+def ranked(rows: Sequence[Row], target: float, scores: Scores | None = None) -> list[dict[str, Any]]:
     """Methods of one `protocol.pair` by their score at a share of bytes held, the best first.
 
     Runs on the board only; joined by straight lines where a method has none at the target (`interpolated`), and never
     beyond its runs: such a method has no rank and no score. Equal scores share a rank.
+
+    Args:
+        scores: of a row's samples. With them `rank_low` and `rank_high` say where the rank may lie (`stats.rank_bounds`),
+            and `n` on how many samples; methods whose ranges overlap are not told apart.
 
     Raises:
         ValueError: rows of several pairs.
@@ -91,11 +100,20 @@ def ranked(rows: Sequence[Row], target: float) -> list[dict[str, Any]]:
     for row in rows:
         if row.get("origin") == MEASURED and row["status"] == "ok" and row.get("baseline") != row["run_id"]:
             lines.setdefault(method_key(row), []).append(row)
-    found = []
+    found: list[dict[str, Any]] = []
+    mixed: list[Mapping[str, float]] = []
     for members in lines.values():
-        points = [(float(row["kv.ratio"]), float(row["score"])) for row in members if row.get("kv.ratio") is not None]
+        known = [row for row in members if row.get("kv.ratio") is not None]
+        points = [(float(row["kv.ratio"]), float(row["score"])) for row in known]
         value = stats.at_bytes(points, target) or {"score": None, "interpolated": False}
-        found.append({"method": members[0]["method"], "variant": members[0].get("variant"), **value})
+        one = {"method": members[0]["method"], "variant": members[0].get("variant"), **value}
+        one |= {"rank_low": None, "rank_high": None, "n": None}
+        found.append(one)
+        weights = stats.weights_at(points, target) if scores is not None else None
+        mixed.append(
+            {} if weights is None or scores is None else _mixed({at: scores(known[at]) for at in weights}, weights)
+        )
+    _bound(found, mixed)
     found.sort(key=lambda one: (one["score"] is None, -(one["score"] or 0.0), str(one["method"])))
     for one in found:
         better = sum(other["score"] is not None and other["score"] > (one["score"] or 0.0) for other in found)
@@ -103,8 +121,27 @@ def ranked(rows: Sequence[Row], target: float) -> list[dict[str, Any]]:
     return found
 
 
+def _mixed(runs: Mapping[int, Mapping[str, float]], weights: Mapping[int, float]) -> dict[str, float]:
+    """Scores of the samples that all of these runs have, in the shares that the runs have in a score."""
+    common = set.intersection(*(set(run) for run in runs.values()))
+    return {name: sum(share * runs[at][name] for at, share in weights.items()) for name in sorted(common)}
+
+
+def _bound(found: Sequence[dict[str, Any]], mixed: Sequence[Mapping[str, float]]) -> None:
+    """Add the ranges of ranks, in place; without common samples nothing is told apart."""
+    known = [at for at, scores in enumerate(mixed) if scores]
+    if not known:
+        return
+    common = sorted(set.intersection(*(set(mixed[at]) for at in known)))
+    bounds = [(1, len(known))] * len(known)
+    if len(common) > 1:
+        bounds = stats.rank_bounds([np.array([mixed[at][name] for name in common]) for at in known])
+    for at, (low, high) in zip(known, bounds, strict=True):
+        found[at] |= {"rank_low": low, "rank_high": high, "n": len(common)}
+
+
 def rank(frame: pd.DataFrame, target: float) -> pd.DataFrame:
-    """`ranked` of a frame of `kvcompress.report.load`, as a frame.
+    """`ranked` of a frame of `kvcompress.report.load`, as a frame; samples are read from the folders of its runs.
 
     Example:
         >>> frame = kvcompress.report.load("results/eviction")
@@ -114,4 +151,11 @@ def rank(frame: pd.DataFrame, target: float) -> pd.DataFrame:
 
     from kvcompress.report.frame import as_rows
 
-    return pd.DataFrame(ranked(as_rows(frame), target), columns=["rank", "method", "variant", "score", "interpolated"])
+    columns = ["rank", "rank_low", "rank_high", "method", "variant", "score", "interpolated", "n"]
+    return pd.DataFrame(ranked(as_rows(frame), target, samples_of), columns=columns)
+
+
+def samples_of(row: Row) -> dict[str, float]:
+    """Scores of a row's samples by id, from the folder of its run; nothing where it has none."""
+    path = row.get("path")
+    return {} if not path else {one["id"]: float(one["score"]) for one in read_rows(Path(path) / "samples.jsonl")}

@@ -47,6 +47,7 @@ class Panel:
     log_y: bool = False
     bytes_x: bool = False  # megabytes on a log scale; else shares of the full cache
     others: list[tuple[float, float, Record]] = field(default_factory=list)  # x, y and row of numbers of others
+    band: tuple[str, str] | None = None  # keys of the ends of y's interval
 
     @property
     def lines(self) -> list[Series]:
@@ -131,7 +132,8 @@ def y_axis(group: Sequence[Record]) -> dict[str, Any]:
     """What stands on the y axis of a panel, as its arguments."""
     if divergence(group):
         return {"y": partial(get, "metrics.kl"), "y_label": "KL(full ‖ compressed), nats per token", "log_y": True}
-    return {"y": partial(get, "score"), "y_label": f"score ({str(group[0].get('metric')).partition('/')[0]})"}
+    label = f"score ({str(group[0].get('metric')).partition('/')[0]}), 95% interval"
+    return {"y": partial(get, "score"), "y_label": label, "band": ("score_low", "score_high")}
 
 
 def by_budget(group: list[Record], others: Sequence[Record] = ()) -> Panel:
@@ -230,6 +232,7 @@ def _paint(
         ys = [max(y, low) for _, y, _ in found]
         style = {"lw": 1.5} if one.ordered else {"lw": 0}
         axes.plot(xs, ys, color=colour, marker=marker, ms=3.5, zorder=3, **style)
+        draw_band(axes, panel, found, colour, one.ordered)
         if not panel.bytes_x:
             for x, y, record in found:
                 if _nominal(record) and abs(x - record["budget"]) > 0.01:
@@ -245,6 +248,21 @@ def _paint(
         )
     label_ends(axes, ends, height, panel.log_y)
     light_axes(axes, SIZE, "y")
+
+
+def draw_band(axes: Any, panel: Panel, found: Sequence[tuple[float, float, Record]], colour: str, joined: bool) -> None:
+    """The interval of each point: a band along a line, a bar at points that no line joins."""
+    if panel.band is None:
+        return
+    ends = [(x, *(record.get(key) for key in panel.band)) for x, _, record in found]
+    known = [(x, low, high) for x, low, high in ends if low is not None and high is not None]
+    if not known:
+        return
+    xs, lows, highs = zip(*known, strict=True)
+    if joined and len(known) > 1:
+        axes.fill_between(xs, lows, highs, color=colour, alpha=0.12, lw=0, zorder=1)
+    else:
+        axes.vlines(xs, lows, highs, color=colour, lw=0.8, alpha=0.5, zorder=2)
 
 
 def _nominal(record: Record) -> bool:

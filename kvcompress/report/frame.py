@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcompress.report import stats
-from kvcompress.report.run_index import Entry, Loaded, baselines, flags, gather
+from kvcompress.report.run_index import Entry, Loaded, baselines, flags, gather, interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,14 +39,15 @@ COLUMNS: dict[str, str] = {
     "n_samples": "samples finished",
     "score": "mean over samples, 0 to 1",
     "score_stderr": "its standard error",
-    "score_low": "lower end of its 95% interval (Wilson's for scores 0 or 1, else Student's t)",
+    "score_low": "lower end of its 95% interval (Wilson's for scores 0 or 1, else Student's t; never of width zero)",
     "score_high": "upper end",
     "baseline": "run id of the uncompressed run it is compared with",
     "delta_full": "mean paired difference to the baseline, on the samples both have",
     "delta_stderr": "standard error of that difference",
-    "delta_low": "lower end of its 95% interval (paired bootstrap)",
+    "delta_low": "lower end of its 95% interval (paired bootstrap, never narrower than Student's)",
     "delta_high": "upper end",
     "delta_n": "samples that both have",
+    "delta_needed": "samples that would tell a difference of this size with 80% power, all comparisons corrected",
     "p_value": "two-sided p-value of no difference (sign-flip test over the paired samples)",
     "p_corrected": "the same, corrected after Holm over all comparisons of the same sweep and protocol.pair",
     "significant": "true where p_corrected is below 0.05",
@@ -134,8 +135,7 @@ def weigh(entries: Sequence[Entry]) -> None:
         record = entry.record
         if record["status"] != "ok" or not entry.scores:
             continue
-        interval = stats.score_interval(list(entry.scores.values()))
-        record["score_low"], record["score_high"] = interval.low, interval.high
+        record |= interval(record, entry.scores)
         base = bases.get(entry.table)
         if base is None or base is entry:
             continue

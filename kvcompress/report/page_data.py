@@ -127,7 +127,7 @@ def build(
                 "compared": sum(row.get("p_value") is not None for row in members),
                 "divergence": any(row.get("metrics.kl") is not None for row in members),
                 "ranks": [
-                    {"at": target, "rows": ranked(members, target)}
+                    {"at": target, "rows": ranked(members, target, lambda row: entries[id(row)].scores)}
                     for target in sorted({r["budget"] for r in members if _share(r["budget"])}, reverse=True)[:24]
                 ],
             }

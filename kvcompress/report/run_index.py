@@ -120,8 +120,10 @@ def gather(paths: Iterable[Path]) -> Loaded:
             found.entries.append(entry)
     tell_apart(found.entries)
     bases = baselines(found.entries)
+    compared: dict[tuple[str, Any], list[tuple[Entry, Any]]] = {}
     for entry in found.entries:
         base = bases.get(entry.table)
+        entry.record |= interval(entry.record, entry.scores)
         if base is None or entry.record["status"] not in FINISHED:
             continue
         deltas = stats.paired(entry.scores, base.scores)
@@ -129,7 +131,20 @@ def gather(paths: Iterable[Path]) -> Loaded:
             entry.record["delta_full"] = float(deltas.mean())
             entry.record["delta_stderr"] = stats.standard_error(deltas.tolist())
             entry.record["baseline"] = base.record["run_id"]
+            if entry is not base and entry.record["status"] == "ok":
+                compared.setdefault(entry.table, []).append((entry, deltas))
+    for members in compared.values():
+        for entry, deltas in members:
+            entry.record["delta_needed"] = stats.samples_needed(deltas, len(members))
     return found
+
+
+def interval(record: Mapping[str, Any], scores: Mapping[str, float]) -> dict[str, float | None]:
+    """Ends of the interval of a run's score, as keys of its record; nothing of one that does not count."""
+    if record["status"] != "ok" or not scores:
+        return {}
+    found = stats.score_interval(list(scores.values()))
+    return {"score_low": found.low, "score_high": found.high}
 
 
 def tell_apart(entries: Iterable[Entry]) -> None:
@@ -177,6 +192,8 @@ def flags(record: dict[str, Any]) -> list[str]:
         found.append(f"truncated {record['protocol.truncated_share']:.0%}")
     if record.get("protocol.unfinished_share"):
         found.append(f"thinking unfinished {record['protocol.unfinished_share']:.0%}")
+    if record.get("protocol.think_forced_share"):
+        found.append(f"thinking ended by force {record['protocol.think_forced_share']:.0%}")
     if record.get("protocol.hit_max_share"):
         found.append(f"hit-max {record['protocol.hit_max_share']:.0%}")
     read, full = record.get("kv.read_bytes_per_token"), record.get("kv.bytes_full")

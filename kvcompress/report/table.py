@@ -17,6 +17,8 @@ from kvcompress.report.run_index import flags, named, ordered, several
 
 Record = dict[str, Any]
 MISSING = "–"
+MOST_NAMED = 6  # runs that a line of power names
+FEW = 50  # samples below which no difference seen says little
 
 
 def _number(value: float | None, form: str) -> str:
@@ -28,8 +30,23 @@ def _mib(value: float | None) -> str:
 
 
 def _score(record: Record) -> str:
+    """The mean with its interval; a standard error only where the samples are not at hand."""
+    if record.get("score_low") is not None:
+        return with_interval(record.get("score"), record["score_low"], record["score_high"])
     error = record.get("score_stderr")
-    return _number(record.get("score"), ".3f") + ("" if error is None else f" ±{error:.2f}")
+    return _number(record.get("score"), ".3f") + (f" ±{error:.2f}" if error else "")
+
+
+def with_interval(mean: float | None, low: float | None, high: float | None) -> str:
+    """A score and its interval: `0.600 .23–.88`."""
+    if low is None or high is None:
+        return _number(mean, ".3f")
+    return f"{_number(mean, '.3f')} {_short(low)}–{_short(high)}"
+
+
+def _short(share: float) -> str:
+    """A share in two digits without the zero before them."""
+    return f"{share:.2f}".removeprefix("0") if share < 0.995 else "1.0"
 
 
 def _delta(record: Record) -> str:
@@ -92,7 +109,7 @@ RATIOS: tuple[tuple[str, str], ...] = (
 )
 AA = ("metrics.ratio_aa_ttft", "metrics.ratio_aa_tpot")  # the full cache measured twice, by its own first figure
 LEGEND = (
-    "score: mean ± standard error, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
+    "score: mean and its 95% interval, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
     "values and positions on the device after compression, as a share of what the full cache holds; of readers of pages in "
     "decode, bounds and tables included"
 )
@@ -240,6 +257,41 @@ def _print(group: Sequence[Record], console: Console) -> None:
             cells.append(cell(value, "bold" if strong else "" if counts_in else "dim"))
         table.add_row(*cells)
     console.print(table)
+    if power := power_line(group):
+        console.print(cell(power, "dim"))
+
+
+def power_line(group: Sequence[Record]) -> str | None:
+    """How many samples would tell runs from the full cache that those there are do not; None where there are none."""
+    compared = [record for record in group if on_board(record) and "delta_needed" in record]
+    alike = [r for r in compared if r["delta_needed"] is None and (r.get("n_samples") or 0) < FEW]
+    short = [r for r in compared if r["delta_needed"] is not None and r["delta_needed"] > (r.get("n_samples") or 0)]
+    short.sort(key=lambda record: record["delta_needed"])
+    found = []
+    if short:
+        parts = [f"{record['method']} {_budget(record)}: {record['delta_needed']:,}" for record in short[:MOST_NAMED]]
+        if len(short) > MOST_NAMED:
+            parts.append(f"{len(short) - MOST_NAMED} more: up to {short[-1]['delta_needed']:,}")
+        found.append(
+            "samples that would tell a difference to full as large as the one seen, with 80% power over "
+            f"{len(compared)} comparisons: {' · '.join(parts)}"
+        )
+    if alike:
+        found.append(
+            f"no difference to full seen in {len(alike)} of {len(compared)} runs, which so few samples do not rule out"
+        )
+    return "; ".join(found) or None
+
+
+def plain_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of texts in the form of the leaderboards."""
+    table = Table(title=cell(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.collapse_padding = True
+    for name in head:
+        table.add_column(name, justify="left" if name in ("method", "of each") else "right", no_wrap=name != "of each")
+    for row in rows:
+        table.add_row(*(cell(text) for text in row))
+    return table
 
 
 def leaderboard_markdown(groups: Iterable[Sequence[Record]]) -> str:
@@ -259,6 +311,8 @@ def leaderboard_markdown(groups: Iterable[Sequence[Record]]) -> str:
             ]
             lines.append("| " + " | ".join(map(for_markdown, cells)) + " |")
         lines.append("")
+        if power := power_line(labelled(_split(group))):
+            lines += [f"{for_markdown(power)}.", ""]
     return "\n".join([*lines, legend(every), ""]) if lines else ""
 
 

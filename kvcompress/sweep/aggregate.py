@@ -84,6 +84,8 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found["time.step_ready_s"] = max((step["ready_s"] for step in steps if "ready_s" in step), default=None)
     found["protocol.truncated_share"] = fmean((row.get("meta") or {}).get("truncated_tokens", 0) > 0 for row in rows)
     found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
+    if any("forced" in row for row in rows):
+        found["protocol.think_forced_share"] = fmean(row.get("forced", 0.0) for row in rows)
     found["protocol.hit_max_share"] = fmean("length" in out.get("finished", ()) for out in outs)
     return found
 

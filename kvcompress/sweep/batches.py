@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvcompress.data.task import TIMES, Sample, Task, merged
+from kvcompress.data.task import TIMES, Sample, Task, ended_by_force, merged
 from kvcompress.method import Method
 
 ORDERS = ("single", "independent")
@@ -110,7 +110,10 @@ def run(session: Any, samples: Sequence[Sample]) -> list[dict[str, Any] | ValueE
         session.cache = held.fork() if number < last else held
         if turn.ids:
             session.append(*on_device([sample.turns[number].ids for sample in samples]))
-        answers.append(session.generate(turn.max_new_tokens, stop=turn.stop, min_new_tokens=turn.min_new_tokens))
+        guides = [guide for sample in samples for guide in sample.turns[number].guides()]
+        answers.append(
+            session.generate(turn.max_new_tokens, stop=turn.stop, min_new_tokens=turn.min_new_tokens, guides=guides)
+        )
         ends.append([session.report(row) for row in rows])
     return [
         ValueError(f"sample {samples[row].id!r}: its logits are NaN")
@@ -121,6 +124,7 @@ def run(session: Any, samples: Sequence[Sample]) -> list[dict[str, Any] | ValueE
             "compressed": {**compressed[row], "time": None},
             "end": {**merged([turn[row] for turn in ends]), "time": None},
             **dict.fromkeys(TIMES),
+            **{name: values[row :: len(rows)] for name, values in ended_by_force(answers).items()},
         }
         for row in rows
     ]

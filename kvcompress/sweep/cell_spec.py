@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvcompress.common import hashing
 from kvcompress.data.task import Task
+from kvcompress.data.think_rules import MODES as THINK
 from kvcompress.hook.compression import KERNELS
 from kvcompress.hook.static_decode import DECODES
 from kvcompress.method import Method
@@ -53,6 +54,7 @@ class CellSpec:
         reason = cannot_batch(task, method) if config.batch > 1 else None
         if reason is not None:
             raise NotTogether(f"batch={config.batch}: {reason}; use batch=1")
+        check_thinking(config, task)
         found = identity(config, method, task)
         return cls(config, method, task, found, hashing.digest(found), pair_id(found), hashing.source_hash())
 
@@ -106,6 +108,8 @@ def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:
         "limit": config.limit,
         "kernel": config.kernel,
         **({} if config.decode == "eager" else {"decode": config.decode}),
+        **({} if config.think == "keep" else {"think": config.think}),
+        **({} if config.think_tokens is None else {"think_tokens": config.think_tokens}),
     }
 
 
@@ -127,11 +131,13 @@ def check(config: DictConfig) -> None:
         ValueError: names the setting and what is allowed.
     """
     check_keys(config)
-    for name, valid in (("resume", RESUME), ("kernel", KERNELS), ("decode", DECODES)):
+    for name, valid in (("resume", RESUME), ("kernel", KERNELS), ("decode", DECODES), ("think", THINK)):
         if config[name] not in valid:
             raise ValueError(f"{name}={config[name]!r}; valid: {', '.join(valid)}")
     if config.limit is not None and config.limit < 1:
         raise ValueError(f"limit={config.limit}; at least 1 sample, or null for all")
+    if config.think_tokens is not None and config.think_tokens < 0:
+        raise ValueError(f"think_tokens={config.think_tokens}; at least 0, or null for no budget of its own")
     for name in ("batch", "batch_memory"):
         if config[name] is not None and config[name] < 1:
             raise ValueError(f"{name}={config[name]}; at least 1{' byte' if name != 'batch' else ''}")
@@ -139,3 +145,22 @@ def check(config: DictConfig) -> None:
     if not 0 <= config.seed < 2**63:
         raise ValueError(f"seed={config.seed}; 0 to 2**63 - 1")
     check_sweep_name(str(config.sweep.name), str(config.paths.results))
+
+
+def check_thinking(config: DictConfig, task: Task) -> None:
+    """Refuse rules of thinking that say nothing of a task.
+
+    Raises:
+        NotTogether: names the rule, and why.
+    """
+    if not task.thinks and (config.think != "keep" or config.think_tokens is not None):
+        raise NotTogether(f"task={task.name} grades no answer: think=keep and think_tokens=null are what goes with it")
+    if config.think == "drop" and not task.converses():
+        raise NotTogether(
+            f"think=drop takes thoughts out of a conversation before its next question, but no answer of task={task.name} "
+            "stays for a later one (task.turns=session, where it has several questions); use think=keep"
+        )
+    if config.think == "off" and config.think_tokens is not None:
+        raise NotTogether(
+            f"think=off leaves nothing that think_tokens={config.think_tokens} could limit; set one of them"
+        )

@@ -98,6 +98,8 @@ class RunConfig:
     batch_memory: int | None = None
     kernel: str = "auto"
     decode: str = "eager"
+    think: str = "keep"
+    think_tokens: int | None = None
     resume: str = "auto"
     dry: bool = False
     sweep: Any = field(default_factory=SweepConfig)

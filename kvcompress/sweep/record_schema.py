@@ -162,6 +162,7 @@ class SampleRow(Stored):
     protocol: dict[str, Plain] = {}
     meta: Meta | None = None
     unfinished: Share = 0.0  # share of answers that end within a thought
+    forced: Share = 0.0  # share of answers whose thought was ended by force
     shared: bool = False  # its prefill was another cell's as well
     rows: Annotated[int, Field(ge=1)] = 1  # samples of its batch
     out: Out | None = None

@@ -186,5 +186,7 @@ def test_lm_evals_model_class_scores_the_answer_behind_a_thought(monkeypatch):
     lm = CompressedLM(model, tokenizer=tokenizer, think_end_token="</think>")
     asked = instances.Instance("generate_until", {}, ("2+3?", {"until": ["\n\n"], "max_gen_toks": 60}), 0)
     assert lm.generate_until([asked]) == ["It is 5."]
+    with pytest.raises(ValueError, match=r"think_end_token=65 is .*; valid: ids of </think>"):
+        CompressedLM(model, tokenizer=tokenizer, think_end_token="65")
     with pytest.raises(ValueError, match=r"think_end_token='</so>'; valid: </think>"):
         CompressedLM("no/such-model", think_end_token="</so>")

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from kvcompress.sweep import config
 from kvcompress.sweep.compose import Composer
+from kvcompress.sweep.launcher import plugin as _plugin  # noqa: F401  registers hydra/launcher=shared
 
 CELLS = [
     ["method=snapkv", "budget=0.5"],

@@ -226,5 +226,5 @@ def test_a_run_of_a_file_is_scored_and_one_that_needs_more_positions_is_refused_
         tmp_path, "task=infinitebench/code_debug", f"task.source={path}", "task.max_length=12000", "method=full"
     )
     outcome = Scheduler(Console(file=io.StringIO()))(long)
-    assert outcome.status == "failed" and "sample 1 (code_debug.jsonl line 2) needs" in outcome.note, outcome.note
+    assert outcome.status == "failed" and "code_debug.jsonl line 2: sample 1 needs" in outcome.note, outcome.note
     assert "positions, answer included; the model has" in outcome.note

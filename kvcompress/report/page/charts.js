@@ -58,7 +58,7 @@ KV.charts = (() => {
   };
   const byBudget = {
     id: "budget", title: () => (measure().log ? "Divergence by budget" : "Score by budget"), wide: true,
-    note: () => "A line per method, the full cache dashed. Budgets fall to the right. Compare at equal bytes held, not at equal names of budgets. +2 after a name: two grey methods have the same scores.",
+    note: () => "A line per method with the band of its 95% intervals, the full cache dashed. Budgets fall to the right. Compare at equal bytes held, not at equal names of budgets. +2 after a name: two grey methods have the same scores.",
     can: (rows) => [...lines(rows).values()].some((line) => line.filter((r) => known(r.ratio)).length > 1),
     controls: () => [choice("x-budget", "Across", [["ratio", "bytes held, measured"], ["budget", "budget asked for"]])],
     draw: (rows) => {
@@ -81,6 +81,10 @@ KV.charts = (() => {
       const ends = series.filter((one) => state.slots.has(one.name) && one.data.length)
         .map((one) => ({ name: one.name + alike(one.name), y: one.data[one.data.length - 1].value[1], colour: styleOf(one.name).colour, rank: mean(one.data.map((p) => p.value[1])) }));
       series.push(KV.plots.names(ends, 0, m.log ? Math.min(...all) : 0, m.log ? Math.max(...all) : 1, m.log));
+      if (!m.log) for (const [name, line] of lines(usable)) {
+        const points = [...line].sort((p, q) => q[x.key] - p[x.key]).filter((r) => known(r.lo)).map((r) => [r[x.key], r.lo, r.hi]);
+        if (state.slots.has(name) && points.length > 1) series.push(KV.plots.band(points, styleOf(name).colour));
+      }
       if (base) series.push({ name: base.name, type: "line", data: [], silent: true, markLine: { symbol: "none", silent: true, lineStyle: { color: KV.colour("muted"), type: [4, 3], width: 1 },
         label: { formatter: () => base.name, position: "insideStartTop", color: KV.colour("muted") }, data: [{ yAxis: floor(base[m.key]) }] } });
       const grey = others().filter((r) => known(r.ratio) || r.share);
@@ -136,7 +140,7 @@ KV.charts = (() => {
     controls: () => [choice("rank", "Bytes held", data.groups[state.group].ranks.map((r) => [r.at, KV.share(r.at, 0)]), data.groups[state.group].ranks.some((r) => r.at === 0.25) ? 0.25 : undefined)],
     draw: () => {
       const found = data.groups[state.group].ranks.find((r) => String(r.at) === state.pick.rank);
-      return { numbers: { head: ["rank", "method", "score", ""], body: found.rows.map((r) => [known(r.rank) ? r.rank : KV.MISSING, [r.method, r.variant].filter(Boolean).join(" "), KV.fixed(r.score), r.interpolated ? "interpolated" : known(r.score) ? "measured" : "no runs around it"]) } };
+      return { numbers: { head: ["rank", "may be", "method", "score", ""], body: found.rows.map((r) => [known(r.rank) ? r.rank : KV.MISSING, known(r.rank_low) ? (r.rank_low === r.rank_high ? r.rank_low : `${r.rank_low}–${r.rank_high}`) : KV.MISSING, [r.method, r.variant].filter(Boolean).join(" "), KV.fixed(r.score), r.interpolated ? "interpolated" : known(r.score) ? "measured" : "no runs around it"]) } };
     },
   };
 

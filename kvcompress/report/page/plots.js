@@ -63,6 +63,11 @@ KV.plots = (() => {
           formatter: `{dot|●} ${end.name.replace(/[{}|]/g, " ")}`, rich: { dot: { color: end.colour, fontSize: 12 } } } })) };
   };
 
+  /** The intervals of a line's points as a band: [x, low, high] each, in the order of the line. */
+  const band = (points, fill) => ({ name: "interval", type: "custom", silent: true, clip: true, z: 1, data: [points[0].slice(0, 2)],
+    renderItem: (params, api) => ({ type: "polygon", style: { fill, opacity: 0.13 },
+      shape: { points: [...points.map((p) => api.coord([p[0], p[2]])), ...[...points].reverse().map((p) => api.coord([p[0], p[1]]))] } }) });
+
   const heat = ({ x, y, cells, max, xName, yName, format, describe }) => {
     const width = (narrow() ? innerWidth - 110 : 560) / x.length;
     const long = Math.max(...x.map((text) => text.length));
@@ -88,5 +93,5 @@ KV.plots = (() => {
     option.series[0].data = option.series[0].data.map((value) => ({ value, label: { color: known(value[2]) && value[2] > 0.55 * max ? "#111" : "#fff" } }));
     return option;
   };
-  return { style, axis, tip, names, draw, clear, common, narrow, heat: (spec) => inked(heat(spec), spec.max), live, COLOURS };
+  return { style, axis, tip, names, band, draw, clear, common, narrow, heat: (spec) => inked(heat(spec), spec.max), live, COLOURS };
 })();

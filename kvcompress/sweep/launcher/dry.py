@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from kvcompress.sweep import sanity
 from kvcompress.sweep.launcher.cell_run import CellRun
 from kvcompress.sweep.launcher.grouping import CellGroup, listed
 from kvcompress.sweep.launcher.model_pool import ModelPool
+from kvcompress.sweep.launcher.sample import samples_of
 
 SHORT, LONG = 128, 512  # tokens of the calibration's prompts
 STEPS = 8  # decoded tokens of the calibration
@@ -68,7 +68,7 @@ def estimate(groups: Sequence[CellGroup], models: ModelPool, console: Console) -
             continue
         try:
             # all that may be wrong with the samples is known before weights are read, as in a run
-            samples = list(islice(first.task.samples(models.tokenizer(first.config)), first.config.limit))
+            samples = samples_of(first, models.tokenizer(first.config))
             found = sanity.check(first.task, samples)
             model, _ = models.load(first.config)
         except Exception as fault:

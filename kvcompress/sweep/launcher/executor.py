@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,7 +21,7 @@ from kvcompress.sweep.launcher.grouping import CellGroup, listed
 from kvcompress.sweep.launcher.memory_plan import bytes_over_limit, new_tokens
 from kvcompress.sweep.launcher.model_pool import ModelPool
 from kvcompress.sweep.launcher.options import Options
-from kvcompress.sweep.launcher.sample import Workload, check_lengths, row, separate_reason, with_ends
+from kvcompress.sweep.launcher.sample import Workload, check_lengths, row, samples_of, separate_reason, with_ends
 from kvcompress.sweep.launcher.strategies import Alone, Batched, FromPrefill, Joint, Reasons, SampleStrategy
 from kvcompress.sweep.outcome import Outcome
 from kvcompress.sweep.references import References
@@ -74,7 +73,7 @@ class GroupExecutor:
         first = self.group.first
         try:
             # all that may be wrong with the samples is known before weights are read
-            samples = list(islice(first.task.samples(self.models.tokenizer(first.config)), first.config.limit))
+            samples = samples_of(first, self.models.tokenizer(first.config))
             found = sanity.check(first.task, samples)
             for note in found.notes:
                 self.console.print(f"{first.task.name}: {note}", style="yellow", highlight=False, markup=False)

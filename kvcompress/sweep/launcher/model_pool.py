@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kvcompress.common.memory import release
+from kvcompress.data.think_rules import without_thinking
 from kvcompress.models import loading
 from kvcompress.sweep.cell_spec import model_key
 
@@ -28,20 +29,26 @@ class ModelPool:
             release()
             self._loaded = loading.load(name, config.dtype, config.device, seed=config.seed, **settings, **options)
             self._key = key
-        return self._loaded
+        model, tokenizer = self._loaded
+        return model, _ruled(tokenizer, config)
 
     def tokenizer(self, config: DictConfig) -> Any:
         """The tokenizer of a configuration: the loaded model's, or on its own where that is another."""
         if self._loaded is not None and model_key(config) == self._key:
-            return self._loaded[1]
+            return _ruled(self._loaded[1], config)
         wanted: Any = OmegaConf.to_container(config.model, resolve=True)
         settings = {key: wanted[key] for key in ("trust_remote_code", "revision")}
-        return loading.load_tokenizer(wanted["name"], **settings, **wanted["options"])
+        return _ruled(loading.load_tokenizer(wanted["name"], **settings, **wanted["options"]), config)
 
     def positions(self, config: DictConfig) -> int | None:
-        """Positions that the model of a configuration has, from its configuration file; None where that does not say."""
+        """Positions that the model of a configuration has, by its configuration alone; None where it names no limit."""
         if self._loaded is not None and model_key(config) == self._key:
-            return getattr(self._loaded[0].config.get_text_config(), "max_position_embeddings", None)
+            return loading.positions_of(self._loaded[0].config)
         wanted: Any = OmegaConf.to_container(config.model, resolve=True)
         settings = {key: wanted[key] for key in ("trust_remote_code", "revision")}
-        return loading.max_positions(wanted["name"], **settings, **wanted["options"])
+        return loading.positions(wanted["name"], **settings, **wanted["options"])
+
+
+def _ruled(tokenizer: Any, config: DictConfig) -> Any:
+    """The tokenizer, with thinking switched off where the configuration says so."""
+    return without_thinking(tokenizer) if config.think == "off" else tokenizer

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from kvcompress.cache.layer import CompressedLayer
-from kvcompress.data import prompts, thinking
+from kvcompress.data import prompts, think_rules, thinking
 from kvcompress.data.task import TIMES, Sample, Task
 from kvcompress.hook import joint_decoding
 from kvcompress.hook.session import Session, compress
@@ -52,22 +54,26 @@ def with_ends(sample: Sample, ends: Sequence[int]) -> Sample:
     return replace(sample, turns=turns)
 
 
-def check_lengths(samples: Sequence[Sample], limit: int | None, method: Method) -> None:
-    """Refuse samples longer than the model's positions, before its weights are read.
+def samples_of(spec: CellSpec, tokenizer: Any) -> list[Sample]:
+    """The samples of a cell's task under its rules of thinking, as many as it asks for."""
+    config = spec.config
+    made = islice(spec.task.samples(tokenizer), config.limit)
+    return [think_rules.prepared(sample, tokenizer, str(config.think), config.think_tokens) for sample in made]
 
-    Args:
-        limit: positions that the model has; None where its configuration does not say.
+
+def check_lengths(samples: Sequence[Sample], limit: int | None, method: Method) -> None:
+    """Refuse samples longer than the model's `limit` of positions (None: it names none), before its weights are read.
 
     Raises:
-        ValueError: names the sample, the row of the data where its task says so, its length and the limit.
+        ValueError: names the sample and where it stands, its length and the limit.
     """
     if limit is None or method.compact_positions:
         return
     longest = max(samples, key=lambda sample: sample.total_tokens())
     if longest.total_tokens() > limit:
-        row, asked = longest.meta.get("row"), len(longest.turns)
+        where, asked = f"{longest.where}: " if longest.where else "", len(longest.turns)
         raise ValueError(
-            f"sample {longest.id}{f' ({row})' if row else ''} needs {longest.total_tokens()} positions, "
+            f"{where}sample {longest.id} needs {longest.total_tokens()} positions, "
             f"{'answer' if asked == 1 else f'{asked} questions and answers'} included; the model has {limit}; choose shorter "
             "prompts or answers (task.max_length, task.max_new_tokens), or a method with compact positions"
         )
@@ -146,6 +152,7 @@ def row(spec: CellSpec, tokenizer: Any, sample: Sample, result: SampleResult) ->
         | how,
         "meta": meta,
         "unfinished": sum(one.unfinished for one in outputs) / max(1, len(outputs)),
+        **({"forced": fmean(out["ended_by_force"])} if out.get("ended_by_force") else {}),
         "shared": result.decoding is not None,
         "out": out,
         "rows": result.rows,
