@@ -46,8 +46,9 @@ def loop_bounds(queries: list[Tensor], keys: Tensor, size: int, reduce: str, wid
     for start in range(0, len(keys), size):
         page = keys[start : start + size]
         low, high = page.min(0).values, page.max(0).values
-        upper = [float(torch.maximum(q * low, q * high).sum()) for q in queries]
-        middle = [float((q * low + q * high).sum()) / 2 for q in queries]
+        ends = [(q * low, q * high) for q in queries]
+        upper = [float(torch.maximum(*both).sum()) for both in ends]
+        middle = [float((a + b).sum()) / 2 for a, b in ends]
         bounds = [m + width * (u - m) for m, u in zip(middle, upper, strict=True)]
         found.append(sum(bounds) / len(bounds) if reduce == "mean" else max(bounds))
     return found

@@ -114,7 +114,7 @@ def test_the_triton_kernel_decodes_what_torch_decodes(monkeypatch):
         with compress(small_model(), AdaKV(budget=12, window=3)) as session:
             session.prefill(ids, attention_mask=mask)
             assert any(isinstance(layer.store, RaggedStore) for layer in session.cache.full_layers)
-            logits = [session.step(random_ids(2, 1, seed)) for seed in range(4)]
+            logits = [session.step(random_ids(2, 1, seed)) for seed in range(2)]
             found.append((torch.stack(logits), all_held(session)))
             assert ("triton" in session.report()["kernel"]) == usable
     assert (found[0][0] - found[1][0]).abs().max() <= 1e-5 and found[0][1] == found[1][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EVICTING, THROUGH_MODEL, make
+from helpers import EVICTING, OTHERWISE_HELD, THROUGH_MODEL, every_method, make
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
@@ -53,7 +53,15 @@ def steps(session, rows, first, n=3):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("case", [*NAMES, "a reader with a state", "pages of a ragged codec", "a decode schedule"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *every_method(NAMES, short=OTHERWISE_HELD),
+        "a reader with a state",
+        "pages of a ragged codec",
+        "a decode schedule",
+    ],
+)
 @torch.no_grad()
 def test_rows_that_stay_go_on_as_if_they_were_alone(case):
     """Dropped to one, repeated, exchanged, and forked: every row's steps are those that it takes alone."""

@@ -11,7 +11,7 @@ from small_models import ARCHITECTURES, LATENT, left_padded, random_ids, small_m
 from kvcompress import compress
 from kvcompress.methods import METHODS, Full, SnapKV, StreamingLLM
 
-PROMPT, NEW = 10, 30
+PROMPT, NEW = 10, 18
 BATCHES = {"one": [PROMPT], "padded": [PROMPT, 4, 7]}
 
 

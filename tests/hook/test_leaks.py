@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import CODED, REPRESENTATIVE, THROUGH_MODEL, all_held, every_method, feed, fingerprint, grid, make
+from helpers import OTHERWISE_HELD, THROUGH_MODEL, all_held, every_method, feed, fingerprint, grid, make
 from reference import stock_logits
 from small_models import altered, left_padded, random_ids, small_model
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -16,8 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvcompress import compress
 from kvcompress.method import Method, Scorer
 from kvcompress.methods import METHODS, Full
-
-OTHERWISE_HELD = (*REPRESENTATIVE, *CODED, "Quest", "DuoAttention")  # every layout, codec and reader
 
 
 def anatomy(model):

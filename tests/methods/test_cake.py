@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from helpers import all_held
+from helpers import all_held, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Choice, LoopSnapKV, best
@@ -109,8 +109,7 @@ class LoopCAKE(LoopSnapKV):
 OPTIONS = {"window": 4, "kernel": 5, "pooling": "avg"}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [9, 0.4])
+@pytest.mark.parametrize(("sizes", "budget"), thinned(SIZES, [9, 0.4], every=2))
 def test_the_cascade_ends_where_one_decision_over_all_layers_ends(sizes, budget):
     """Layer budgets and kept positions of every head, in two rows of different length, then in decode."""
     loop = follow(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers import all_held, feed
+from helpers import all_held, feed, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Choice, Loop
@@ -79,8 +79,7 @@ class LoopDuo(Loop):
             self.choices[layer, b, h] = Choice(set(row[h]), {}, set(row[h]))
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [8, 0.25, 0.5])
+@pytest.mark.parametrize(("sizes", "budget"), thinned(SIZES, [8, 0.25, 0.5], every=3))
 def test_it_keeps_what_the_loop_keeps(sizes, budget):
     """A batch of a whole and a left-padded row, decode and a later turn: kept positions and logits."""
     order = head_order("random", small_model(**sizes))

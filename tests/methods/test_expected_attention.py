@@ -7,7 +7,7 @@ from math import exp
 
 import pytest
 import torch
-from helpers import all_held
+from helpers import all_held, thinned
 from reference import Choice, Loop, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, SIZES, compare, follow
@@ -98,8 +98,7 @@ class LoopExpectedAttention(Loop):
 OPTIONS = [{}, {"covariance": False}, {"value_norm": False}, {"epsilon": 0.5}]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("sizes", "options"), thinned(SIZES, OPTIONS, every=4))
 def test_it_keeps_what_the_loop_keeps(sizes, options):
     """Batch of a whole and a left-padded row, a later turn and decode, one to four query heads per KV head."""
     method = ExpectedAttention(budget=BUDGET, sinks=2, ahead=AHEAD, **options)

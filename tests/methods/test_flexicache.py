@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import examples
 from pages_reference import attended, loop_top, mask_of, watch
 from reference import MaskedReference
 from small_models import left_padded, random_ids, small_model
@@ -55,9 +56,9 @@ def scheduled(steps, prompt, k, rerank, stable, ranked_at):
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 2)])
 @torch.no_grad()
-def test_attended_pages_equal_the_schedule_over_200_steps(heads, monkeypatch):
+def test_attended_pages_equal_the_schedule_over_many_steps(heads, monkeypatch):
     """For stable and unstable heads in one layer: ranks at 1, 16, 32, …, in effect one step later; last page, tail pages."""
-    model, steps, prompt, k = sized(heads), 200, 37, 4
+    model, steps, prompt, k = sized(heads), examples(80, 200), 37, 4
     seen = watch(monkeypatch, FlexiCacheReader)
     with compress(model, mixed(k * SIZE, ((True, False), (True, True)))) as session:
         session.prefill(random_ids(1, prompt))
@@ -78,7 +79,7 @@ def test_attended_pages_equal_the_schedule_over_200_steps(heads, monkeypatch):
             assert attended(mine[t][1][0, kv]) == pages_of, (layer, kv, t + 1)
             assert (prompt + t) // SIZE in pages_of, "the last page is always attended"
         if stable:
-            assert len({frozenset(x) for x in wanted}) > 10
+            assert len({frozenset(x) for x in wanted}) > steps // 20
             assert max(len(x) for x in wanted) <= k + -(-16 // SIZE) + 1
 
 

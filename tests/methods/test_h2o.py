@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers import thinned
 from reference import Choice, LoopH2O, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, LOPSIDED, SIZES, Lopsided, compare, follow
@@ -59,8 +60,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize(("sizes", "options"), thinned(SIZES, SETTINGS, every=4))
 def test_options_keep_what_the_loop_keeps(sizes, options):
     """In the prompt of a padded batch, in decode and in a later turn, mass fades by one factor per query of the row."""
     later = (1, 1, 1, 1, 7, 1, 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers import all_held, feed
+from helpers import all_held, feed, thinned
 from reference import Choice, Loop, best
 from small_models import CharacterTokenizer, left_padded, random_ids, small_model
 from test_references import SIZES, compare, follow
@@ -116,8 +116,7 @@ class LoopKVzip(Loop):
             self._write(layer)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [9, 0.4])
+@pytest.mark.parametrize(("sizes", "budget"), thinned(SIZES, [9, 0.4], every=2))
 def test_it_keeps_what_the_loop_keeps(sizes, budget):
     """Numbers and positions of every head, in two rows of different length, with decoded tokens and a later turn."""
     loop = follow(

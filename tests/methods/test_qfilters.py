@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import drawn_filters
-from helpers import load_script
+from helpers import load_script, thinned
 from reference import Choice, Loop, MaskedReference, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, SIZES, follow
@@ -39,8 +39,10 @@ class LoopQFilters(Loop):
             self.choices[layer, b, h] = Choice(set(row[h]), scores, recent)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("options", [{"window": 3}, {"preset": "kvpress"}, {"preset": "kvpress", "window": 2}])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    thinned(SIZES, [{"window": 3}, {"preset": "kvpress"}, {"preset": "kvpress", "window": 2}], every=3),
+)
 def test_it_keeps_what_the_loop_keeps(sizes, options):
     """Batch of a whole and a left-padded row, a later turn and decode, with eviction in decode and without."""
     method = QFilters(budget=BUDGET, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import feed
+from helpers import examples, feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages_reference import attended, loop_top, mask_of, watch
@@ -93,18 +93,18 @@ def test_every_bound_is_at_least_the_largest_logit_of_its_page(lengths, steps, s
     ],
 )
 @torch.no_grad()
-def test_attended_pages_equal_the_loop_over_200_steps(heads, reduce, width, monkeypatch):
+def test_attended_pages_equal_the_loop_over_many_steps(heads, reduce, width, monkeypatch):
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 16 * heads[0]}
-    model = small_model(num_hidden_layers=2, **sizes)
+    model, steps = small_model(num_hidden_layers=2, **sizes), examples(60, 200)
     options = {"group_reduce": reduce, "force_last": reduce != "mean", "bound_width": width}
     method = Quest(budget=20, page_size=4, skip_layers=1, **options)
     seen = watch(monkeypatch, QuestReader)
     with compress(model, method) as session:
         session.prefill(random_ids(1, 30))
-        for t in range(200):
+        for t in range(steps):
             session.step(random_ids(1, 1, t))
         keys = session.cache.keys_values(1)[0][0]
-    assert len(seen) == 200 and {layer for layer, *_ in seen} == {1}
+    assert len(seen) == steps and {layer for layer, *_ in seen} == {1}
     group = heads[0] // heads[1]
     for t, (_, q, chosen) in enumerate(seen):
         n = 31 + t
