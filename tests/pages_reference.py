@@ -42,14 +42,12 @@ def mask_of(chosen: Tensor, lengths: list[int], size: int, columns: int) -> Tens
 
 def loop_bounds(queries: list[Tensor], keys: Tensor, size: int, reduce: str, width: float = 1.0) -> list[float]:
     """Score of every page of `keys [n, D]`, reduced over the queries: `width` of the way from its middle to its bound."""
-    found = []
+    asked, found = torch.stack(queries), []
     for start in range(0, len(keys), size):
         page = keys[start : start + size]
-        low, high = page.min(0).values, page.max(0).values
-        ends = [(q * low, q * high) for q in queries]
-        upper = [float(torch.maximum(*both).sum()) for both in ends]
-        middle = [float((a + b).sum()) / 2 for a, b in ends]
-        bounds = [m + width * (u - m) for m, u in zip(middle, upper, strict=True)]
+        low, high = asked * page.min(0).values, asked * page.max(0).values
+        upper, middle = torch.maximum(low, high).sum(1), (low + high).sum(1) / 2
+        bounds = (middle + width * (upper - middle)).tolist()
         found.append(sum(bounds) / len(bounds) if reduce == "mean" else max(bounds))
     return found
 

@@ -47,7 +47,9 @@ def test_real_batches_of_mixed_lengths_are_simulated_from_other_lengths():
 
 
 def test_the_simulation_of_a_batch_takes_prompts_in_turn_and_steps_together():
-    costs = MethodCosts("x", "prefix", Line(0, 1, 1), Line(0, 1, 1), 1, 1, (0.0, 0.1, 0.0, 0.0), (0, 0), (1.0, 0.5, 0.0))
+    costs = MethodCosts(
+        "x", "prefix", Line(0, 1, 1), Line(0, 1, 1), 1, 1, (0.0, 0.1, 0.0, 0.0), (0, 0), (1.0, 0.5, 0.0)
+    )
     rate, firsts = serving.simulated(costs, (10, 20), 3)
     assert firsts == pytest.approx([1.0, 3.0]) and rate == pytest.approx(6 / (3 + 2 * 2.0))
 
@@ -87,7 +89,14 @@ def test_the_page_is_made_from_a_file_of_costs(tmp_path):
     said = (out / "serving.md").read_text()
     assert "| tenth | whole | 0.100 |" in said and "Simulated: trace" in said and "made up" in said
     assert (out / "serving.csv").read_text().splitlines()[1].endswith(",True")
-    names = ("serving-hits", "serving-goodput", "serving-first-token", "serving-classes", "tiers-pages", "tiers-thresholds")
+    names = (
+        "serving-hits",
+        "serving-goodput",
+        "serving-first-token",
+        "serving-classes",
+        "tiers-pages",
+        "tiers-thresholds",
+    )
     for name in names:
         assert (out / f"{name}.png").stat().st_size > 5000
     costs.write_text(json.dumps({"costs": [tenth.as_dict()]}))

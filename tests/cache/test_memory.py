@@ -26,6 +26,7 @@ from kvcompress.methods import METHODS, Full, SnapKV
 
 LENGTH, HEAD = 300, 64
 BLOCK = 64  # slots of headroom a growing layer may have
+EDGES = [("AdaKV", 0.05), ("CAKE", 0.05), ("SnapKV", 0.05), ("H2O", 0.5), ("StreamingLLM", 0.5)]
 
 
 def wide(**options):
@@ -52,7 +53,7 @@ def held_bytes(cache):
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    grid(EVICTING, [0.05, 0.25, 0.5], short=lambda name, budget: budget == 0.25 or name in REPRESENTATIVE),
+    grid(EVICTING, [0.05, 0.25, 0.5], short=lambda name, budget: budget == 0.25 or (name, budget) in EDGES),
 )
 def test_bytes_after_eviction_follow_the_budget(name, budget):
     """Valid bytes are budget × full within 2%, allocated at most 1.25 × valid plus one block, and really that.
@@ -99,12 +100,12 @@ def test_the_full_cache_weighs_what_a_dynamic_cache_weighs():
     model = wide()
     with compress(model, Full()) as session:
         session.prefill(random_ids(1, LENGTH))
-        for _ in range(3):
+        for _ in range(2):
             sizes = session.cache.nbytes()
             assert sizes["keys_values"] == sizes["full"]
             assert sizes["positions"] <= 0.02 * sizes["full"]
             assert sizes["allocated"] <= 1.25 * sizes["valid"] + block_bytes(session.cache)
-            session.generate(50)
+            session.generate(70)  # beyond a block
         assert sizes["full"] > full_bytes(model, LENGTH)
 
 
@@ -158,7 +159,7 @@ def test_decoding_at_the_cap_does_not_grow(name):
     with compress(model, make(name, 0.25)) as session:
         session.prefill(random_ids(1, LENGTH))
         before = session.cache.nbytes()
-        session.generate(100)
+        session.generate(70)
         after = session.cache.nbytes()
         held, block = held_bytes(session.cache), block_bytes(session.cache)
     assert after["keys_values"] == before["keys_values"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers import all_held, feed, thinned
+from helpers import all_held, examples, feed, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Choice, Loop
@@ -95,7 +95,7 @@ def test_the_loop_agrees_for_other_shares_and_without_sinks(share):
     follow(method, LoopDuo, later=(1,) * 6, order=order, **options)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 @given(
     cap=st.integers(1, 60),
     more=st.integers(0, 200),

@@ -143,7 +143,7 @@ def test_in_decode_every_query_since_the_prompt_began_counts(interval):
 @pytest.mark.parametrize("chunk", [5, 8])
 def test_chunks_keep_what_the_loop_keeps(chunk):
     """Queries of every chunk count, also of those after which nothing was evicted."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded([24, 15])
     method = ExpectedAttention(budget=12, sinks=2, ahead=AHEAD, prefill=Chunked(chunk=chunk))
     with compress(model, method) as session, LoopExpectedAttention(twin, 12) as loop:

@@ -76,7 +76,7 @@ def test_mass_fades_where_heads_hold_different_numbers():
 @pytest.mark.parametrize("options", SETTINGS)
 def test_a_prompt_in_chunks_keeps_what_the_loop_keeps(options):
     """Mass carries over, and fades, from chunk to chunk, also where a chunk gives a padded row nothing."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded([24, 9])
     with compress(model, H2O(budget=BUDGET, prefill=Chunked(chunk=8), **options)) as session:
         session.prefill(ids, attention_mask=mask)

@@ -55,7 +55,7 @@ def test_sinks_and_a_window_can_be_protected():
 @pytest.mark.parametrize("lengths", [[24, 15], [31, 24]])
 def test_a_prompt_in_blocks_keeps_what_the_loop_keeps_block_by_block(lengths):
     """After each block what is held is cut to the budget; no more than budget and block is ever held."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded(lengths)
     width = ids.shape[1]
     with compress(model, KeyDiff(budget=BUDGET, block=8)) as session, LoopKeyDiff(twin, BUDGET) as loop:

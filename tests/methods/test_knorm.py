@@ -53,7 +53,7 @@ def test_it_keeps_what_the_loop_keeps(sizes, budget):
 @pytest.mark.parametrize("budget", [0.1, 0.5, 10])
 def test_the_first_layers_are_kept_within_the_same_total(budget):
     """Equal totals: what the first layers get is missing in the others, as the loop counts it."""
-    model, twin = (small_model(num_hidden_layers=5, fresh=fresh) for fresh in (False, True))
+    model, twin = (small_model(num_hidden_layers=5, twin=twin) for twin in (False, True))
     ids, mask = left_padded([40, 21])
     with compress(model, Knorm(budget=budget)) as session, LoopKnorm(twin, budget, skip_layers=2) as loop:
         loop.layers = session.full_layers

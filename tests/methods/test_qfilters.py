@@ -82,7 +82,7 @@ def loop_filters(model, texts):
 def test_filters_are_the_first_singular_vectors_of_the_queries(groups):
     """Joined over texts, padding left out, signed towards the queries, averaged over a KV head's query heads."""
     ids, mask = left_padded([20, 13])
-    model, twin = small_model(groups=groups), small_model(groups=groups, fresh=True)
+    model, twin = small_model(groups=groups), small_model(groups=groups, twin=True)
     expected = loop_filters(twin, [(ids[:1], mask[:1]), (random_ids(2, 9, 4), torch.ones(2, 9, dtype=torch.long))])
     found = calibrate(model, [ids[:1], random_ids(2, 9, 4)])
     for (layer, head), direction in expected.items():

@@ -46,7 +46,7 @@ def test_with_a_budget_of_all_pages_it_equals_the_full_cache(reduce):
     assert not report["active"], "nothing was left out"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     steps=st.integers(1, 9),
@@ -95,7 +95,7 @@ def test_every_bound_is_at_least_the_largest_logit_of_its_page(lengths, steps, s
 @torch.no_grad()
 def test_attended_pages_equal_the_loop_over_many_steps(heads, reduce, width, monkeypatch):
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 16 * heads[0]}
-    model, steps = small_model(num_hidden_layers=2, **sizes), examples(60, 200)
+    model, steps = small_model(num_hidden_layers=2, **sizes), examples(30, 200)
     options = {"group_reduce": reduce, "force_last": reduce != "mean", "bound_width": width}
     method = Quest(budget=20, page_size=4, skip_layers=1, **options)
     seen = watch(monkeypatch, QuestReader)
@@ -119,7 +119,7 @@ def test_attended_pages_equal_the_loop_over_many_steps(heads, reduce, width, mon
 @torch.no_grad()
 def test_what_it_returns_is_attention_over_the_chosen_pages(reduce, monkeypatch):
     """Logits of every step equal a stock model's whose masks show those pages only; rows with padding too."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     lengths, size = [26, 15], 4
     ids, mask = left_padded(lengths)
     seen = watch(monkeypatch, QuestReader)

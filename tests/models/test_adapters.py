@@ -80,7 +80,7 @@ def made(name):
     return make(name, 0.5, **({"text": "prose"} if name == "LowRank" else {}))
 
 
-def followed(model, method, segments, steps=4):
+def followed(model, method, segments, steps=3):
     """Logits of a prompt and of some steps."""
     with compress(model, method) as session:
         found = [session.prefill(segments).logits]
