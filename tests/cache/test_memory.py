@@ -7,9 +7,9 @@ import torch
 from helpers import (
     EVICTING,
     OTHERWISE_HELD,
-    REPRESENTATIVE,
     as_published,
     every_method,
+    examples,
     feed,
     grid,
     grows,
@@ -150,7 +150,7 @@ def test_a_kept_slice_is_a_copy(which):
             assert held <= 100 * (2 * HEAD * 4 + 4) + 1024
 
 
-@pytest.mark.parametrize("name", every_method(short=(*REPRESENTATIVE, "RKV", "LagKV", "Scissorhands")))
+@pytest.mark.parametrize("name", every_method(short=("H2O", "StreamingLLM", "CAKE", "AdaKV", "RKV")))
 def test_decoding_at_the_cap_does_not_grow(name):
     """Methods with a decode schedule hold the same bytes after many steps, allocated ones included."""
     if make(name, 0.5).parts().schedule.every is None or grows(make(name, 0.5)):
@@ -169,9 +169,9 @@ def test_decoding_at_the_cap_does_not_grow(name):
 
 @pytest.mark.parametrize("name", ["Full", "SnapKV", "H2O"])
 def test_growth_in_decode_is_amortised(name):
-    """In 200 decode steps the storage of a layer moves a logarithmic number of times, not once per step."""
+    """In many decode steps the storage of a layer moves a logarithmic number of times, not once per step."""
     model = small_model(num_hidden_layers=1)
-    steps, prompt = 200, 12
+    steps, prompt = examples(100, 200), 12
     moves, last = 0, None
     with compress(model, make(name, 1.0 if name == "Full" else 10)) as session:
         session.prefill(random_ids(1, prompt))

@@ -43,11 +43,11 @@ def followed(model, method, ids, shared=None, kernel="auto"):
         session.prefill(ids)
         look()
         session.append(ids[:, :5])
-        seen.append(session.generate(6).tokens)
+        seen.append(session.generate(4).tokens)
         look()
         session.prefill(ids[:, 3:20], cache=session.cache)
         look()
-        seen.append(session.generate(6).tokens)
+        seen.append(session.generate(4).tokens)
         look()
     return seen
 

@@ -98,12 +98,9 @@ class Loop:
     def attend(self, q, keys, values, at):
         """One query over the rows up to its position."""
         group = q.shape[0] // keys[0].shape[0]
-        out = []
-        for head in range(q.shape[0]):
-            scores = torch.stack([q[head] @ keys[j][head // group] for j in range(at + 1)]) * self.size**-0.5
-            weights = scores.softmax(0)
-            out.append(sum(weights[j] * values[j][head // group] for j in range(at + 1)))
-        return torch.cat(out)
+        k, v = (torch.stack([x[j] for j in range(at + 1)], 1).repeat_interleave(group, 0) for x in (keys, values))
+        weights = (k @ q[:, :, None] * self.size**-0.5).softmax(1)
+        return (weights.mT @ v).flatten()
 
     def after(self, layer, h, attended):
         h = h + layer.self_attn.o_proj(attended)

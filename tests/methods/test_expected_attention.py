@@ -30,6 +30,7 @@ class LoopExpectedAttention(Loop):
     value_norm: bool = True
     epsilon: float = 0.0
     interval: int | None = None
+    hooks: list = field(default_factory=list)
     raw: dict[int, torch.Tensor] = field(default_factory=dict)
     queries: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
@@ -37,7 +38,13 @@ class LoopExpectedAttention(Loop):
         super().__post_init__()
         for i, layer in enumerate(self.model.model.layers):
             module = getattr(layer.self_attn, "q_norm", layer.self_attn.q_proj)
-            module.register_forward_hook(lambda _m, _a, out, i=i: self.raw.__setitem__(i, out))
+            hook = module.register_forward_hook(lambda _m, _a, out, i=i: self.raw.__setitem__(i, out))
+            self.hooks.append(hook)
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        for hook in self.hooks:
+            hook.remove()
 
     def observe(self, layer, b, query, key, features, row, new, offset):
         if query.shape[1] == 1 and self.interval is None:  # the prompt is over

@@ -113,7 +113,7 @@ OPTIONS = [
 def test_it_keeps_what_the_loop_keeps(options, sizes):
     """Every field, with one to four query heads per KV head, on padded rows, in prompt and decode."""
     options = {"window": 3, "interval": INTERVAL, "lam": 0.1, **options}
-    follow(RKV(budget=9, **options), loop([24, 15]), sizes=sizes, later=(1,) * 18, **options)
+    follow(RKV(budget=9, **options), loop([24, 15]), sizes=sizes, later=(1,) * 10, **options)
 
 
 def test_a_share_and_a_window_beyond_the_budget_keep_what_the_loop_keeps():
