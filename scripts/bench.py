@@ -119,7 +119,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     page.add_argument("--requests", type=int, default=2000, help="the first so many of each")
     page.add_argument("--length-scale", type=int, default=16, help="lengths and blocks are divided by it")
     page.add_argument("--slots", default="8,32,128", help="memories, as of task.full_slots")
-    page.add_argument("--halvings", type=int, default=8, help="of the search for each goodput")
+    page.add_argument("--halvings", type=int, default=4, help="of the search for each goodput")
     page.add_argument("--batching", default="chunked", help="iteration, request or chunked")
     page.add_argument("--device", default=None, help="model times for this device instead, at full lengths")
     page.add_argument("--dimensions", default="llama3-8b", help="of the modelled model")

@@ -99,7 +99,7 @@ class Serving(MeasuredTask):
     ttft: float | None = None
     tbt: float | None = None
     slack: float = 25.0
-    halvings: int = 8
+    halvings: int = 4
 
     def __post_init__(self) -> None:
         self.plan()

@@ -40,7 +40,7 @@ def serve(
     slots: Sequence[int],
     settings: Mapping[str, Any],
     slack: float = 25.0,
-    halvings: int = 8,
+    halvings: int = 4,
     host: float = 4.0,
 ) -> Iterator[list[Row]]:
     """Rows of each memory, the smallest first."""

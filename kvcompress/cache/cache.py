@@ -297,6 +297,10 @@ class CompressedCache(Cache):
 
         return CompressedCache(self.spec, alone, self._sequence.alone(number))
 
+    def replace_layer(self, index: int, layer: Any) -> None:
+        """Put another layer in the place of one that holds nothing yet, or whose tokens the other holds."""
+        self.layers[index] = layer
+
     def fork_other(self, layer: int) -> Any:
         """A copy of a layer of transformers' own class.
 

@@ -36,6 +36,23 @@ class Fusing(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class PendingDecisions:
+    """What has been found out in a prompt's forward and not been decided yet; the session's compressor fills and empties it.
+
+    Attributes:
+        passes: (row, Pass) to run when this prompt is in; decisions wait for them.
+        attention: what the model asks of the attention of layers that wait for passes, by layer.
+        scores: of layers that wait for others, `[B, H_kv, P]` by layer: +inf where a slot is protected, -inf where empty.
+        stats: what `Allocator.stat` returned, by layer.
+    """
+
+    passes: list[tuple[int, Pass]] = field(default_factory=list)
+    attention: dict[int, AttentionParams] = field(default_factory=dict)
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    stats: dict[int, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Forward:
     """One forward through the model: its phase, and the rows and positions of its new columns.
@@ -47,7 +64,7 @@ class Forward:
         positions: int32 `[B or 1, length]` on the CPU, -1 at padding.
         added: LongTensor `[B]` on the CPU, real tokens per row.
         rotated: `[B or 1, length]`, the position ids by which the model rotates.
-        passes: (row, Pass) to run when this prompt is in; decisions wait for them in `deferred`, by layer.
+        pending: decisions that wait for other layers, or for extra passes.
         fires: bool `[B]` on the CPU, rows whose new tokens make the schedule fire; None where tokens do not matter.
         fusion: what a prefill that reuses chunks puts in place of a layer's new keys and values; None where all is new.
         observer: told of each layer's attention (`hook.observer.AttentionObserver`); None where nobody attends.
@@ -59,8 +76,7 @@ class Forward:
     positions: Tensor
     added: Tensor
     rotated: Tensor
-    passes: list[tuple[int, Pass]] = field(default_factory=list)
-    deferred: dict[int, Any] = field(default_factory=dict)
+    pending: PendingDecisions = field(default_factory=PendingDecisions)
     fires: Tensor | None = None
     fusion: Fusing | None = None
     observer: Any = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,19 +23,6 @@ from kvcompress.models.compat import CacheLayerMixin
 Tensor = torch.Tensor
 
 
-@dataclass
-class AllocatorScratch:
-    """What an allocator is shown of a layer while a prompt's forward runs.
-
-    Attributes:
-        scores: `[B, H_kv, P]`: +inf where a slot is protected, -inf where it is empty.
-        stat: what `Allocator.stat` returned.
-    """
-
-    scores: Tensor | None = None
-    stat: Any = None
-
-
 class CompressedLayer(CacheLayerMixin):
     """One full-attention layer: a store of slots, the encoding of what they hold, and state kept beside them.
 
@@ -50,9 +36,8 @@ class CompressedLayer(CacheLayerMixin):
         reader_state: tensors of the reader, dim 0 the row; of a reader of pages until the next prompt.
         account: of decode steps and bytes read, where a reader of pages reads.
         queries: last queries of each row, where a scorer or codec asks for them.
-        target: LongTensor `[B, H_kv]` on the CPU, slots a decode schedule keeps; set by the compressor when a prompt ends.
-        evictor: while decode drops one token per head and step; set by the compressor.
-        scratch: the compressor's, while a prompt's forward runs.
+        target: LongTensor `[B, H_kv]` on the CPU, slots a decode schedule keeps; set when a prompt ends (`aim_at`).
+        evictor: while decode drops one token per head and step (`evict_by`).
         current_kv: keys and values `[B, H_kv, P, D]` of this forward, until its attention is done.
         gqa_group: query heads per KV head.
         shared_window_attention: attention of windows (by size) that all caches share which start from this prompt; None
@@ -87,7 +72,6 @@ class CompressedLayer(CacheLayerMixin):
         self.queries: QueryWindow | None = None
         self.target: Tensor | None = None
         self.evictor: IncrementalEvictor | None = None
-        self.scratch = AllocatorScratch()
         self.current_kv: tuple[Tensor, Tensor] | None = None
         self._shared: DenseStore | None = None  # another cache's slots, until `materialise`
 
@@ -239,6 +223,10 @@ class CompressedLayer(CacheLayerMixin):
         """Keep the last `size` real queries of each row."""
         self.queries = QueryWindow.of(self.queries, q, forward, size)
 
+    def forget_queries(self) -> None:
+        """Nobody will ask for the last queries again."""
+        self.queries = None
+
     # ------------------------------------------------------------------ what is kept, and in what form
 
     def encode(self) -> None:
@@ -271,16 +259,23 @@ class CompressedLayer(CacheLayerMixin):
         self.store = keep_slots(store, mask, grow)
         self.evicted += before - int(self.store.counts.sum())
 
-    def truncate_ranked(self, counts: Tensor) -> None:
-        """While a prompt runs: hold the best `counts [B, H_kv]` by what the allocator was shown."""
+    def aim_at(self, target: Tensor) -> None:
+        """Have a decode schedule keep `target [B, H_kv]` slots (on the CPU)."""
+        self.target = target
+
+    def evict_by(self, evictor: IncrementalEvictor | None) -> None:
+        """Let the next decode steps evict by these candidates; None: by scores of all slots."""
+        self.evictor = evictor
+
+    def truncate_ranked(self, counts: Tensor, scores: Tensor) -> None:
+        """While a prompt runs: hold the best `counts [B, H_kv]` by `scores [B, H_kv, P]`, which the allocator was shown."""
         self.current_kv, store = None, self.held()
         self.evicted += int((store.counts - counts).sum())
         if isinstance(store, ScoreSortedStore):
             store.cut(counts)
         else:
-            assert self.scratch.scores is not None
             channels = {name: store.get(name) for name in store.channels}
-            sorted_store = ScoreSortedStore(channels, self.scratch.scores, counts)
+            sorted_store = ScoreSortedStore(channels, scores, counts)
             self.store = sorted_store  # type: ignore[assignment]  # until restore_order()
 
     def restore_order(self) -> None:
@@ -351,18 +346,24 @@ class CompressedLayer(CacheLayerMixin):
         twin.seen, twin.evicted = real, real * store.heads - int(twin.counts.sum())
         return twin
 
-    def share_from(self, other: CompressedLayer, mass: bool) -> None:
+    def share_from(self, other: CompressedLayer, mass: bool, window: int) -> None:
         """Hold what `other` holds without a copy: what is kept of it is copied then, the rest by `materialise`.
 
         Args:
             other: the same layer of another cache, which nothing was dropped from.
             mass: with the attention mass that `other` has summed up.
+            window: so many of the last queries that `other` remembers.
         """
         store = other.held()
         assert isinstance(store, DenseStore)
         self.store = self._shared = store.borrow(n for n in store.channels if n != "mass" or mass)
         self.seen, self.shared_window_attention = other.seen, other.shared_window_attention
+        self.queries = other.queries.cut(window) if window and other.queries is not None else None
         self._like(other)
+
+    def share_window_attention(self, window: int) -> None:
+        """Have caches that start from this one compute the attention of a window of queries once for all."""
+        self.shared_window_attention = {window: None}
 
     def materialise(self) -> None:
         """Copy what is still shared, as a prompt of this cache's own would have left it."""

@@ -1,4 +1,4 @@
-"""What a cache knows beside its layers: settings that never change, and the state of its rows."""
+"""Cache specification and sequence state: settings that never change, and the state of a cache's rows."""
 
 from __future__ import annotations
 

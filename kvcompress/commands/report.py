@@ -20,6 +20,7 @@ from kvcompress.report.page import write_page
 from kvcompress.report.pareto import draw_fronts
 from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
 from kvcompress.report.rollouts import draw_rollouts
+from kvcompress.report.rollouts import markdown as rollouts_markdown
 from kvcompress.report.run_index import Entry, gather
 from kvcompress.report.serving import draw_serving, of_entries
 from kvcompress.report.serving import markdown as serving_markdown
@@ -79,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = leaderboard_markdown(groups) + ("\n" if groups and beside else "") + external_markdown(beside)
     reused = reuse_markdown(entry.record for entry in found.entries)
     page += f"\n{reused}" if reused else ""
+    gaps = rollouts_markdown(found.entries)
+    page += f"\n{gaps}" if gaps else ""
     page += "".join(f"\n{serving_markdown(rows)}" for rows in of_entries(found.entries).values())
     for target, text in ((options.markdown, page), (options.csv, to_csv(records))):
         if target is None:

@@ -133,7 +133,7 @@ class AuxiliaryForwards:
         self._model, self._in_use, self._tokenizer, self._runner = model, in_use, tokenizer, runner
 
     def plan(self, cache: CompressedCache, forward: Forward, tokens: Tensor) -> None:
-        """Note the ids that are fed, and the inputs that follow when they are in: `forward.passes`.
+        """Note the ids that are fed, and the inputs that follow when they are in: `forward.pending.passes`.
 
         Args:
             tokens: what is fed, ids `[B, n]` or embeddings `[B, n, hidden]`.
@@ -164,20 +164,20 @@ class AuxiliaryForwards:
                             f"{name} needs {len(of.ids)} positions behind a prompt of {len(ids)} tokens for a pass over "
                             f"{of.last - of.first} of them, and the model has {limit}: shorten the prompt, or lower `chunk`"
                         )
-                    forward.passes.append((row, of))
+                    forward.pending.passes.append((row, of))
                 passed[row] = len(ids)
         cache.note_fed(known, passed)
 
     @torch.no_grad()
     def run(self, cache: CompressedCache, forward: Forward) -> None:
         """Run the inputs that were planned for this prompt. Their time is time spent compressing."""
-        if not forward.passes:
+        if not forward.pending.passes:
             return
         following = _next_rotation(forward, len(cache.real) if cache.real is not None else 1)
         base, device = compat.base_model(self._model), self._model.device
         try:
             with self._runner.requesting(ForwardRequest("pass")), self._in_use.stats.clock.running(device):
-                for row, of in forward.passes:
+                for row, of in forward.pending.passes:
                     ids = of.ids.to(device)[None]
                     at = torch.arange(ids.shape[1], device=device)[None] + following[row]
                     base(input_ids=ids, cache=_seen_by_row(cache, row, of), position_ids=at, use_cache=True)

@@ -28,16 +28,15 @@ class BudgetSharing:
         total = cache.cap * first.shape[1] * self.n_layers
         seen = cache.full_layers.index(layer) + 1
         shown = [self.scoring.marked(first, positions, cache)]
-        counts = self.allocator.allocate(shown, [layer.scratch.stat], seen, self.n_layers, total)[0]
-        layer.scratch.stat = None
-        return counts
+        stat = step.forward.pending.stats.pop(layer.index, None)
+        return self.allocator.allocate(shown, [stat], seen, self.n_layers, total)[0]
 
     def defer(self, step: LayerStep) -> None:
         """Have a layer's scores travel with its slots, and share the budget now if layers are not waited for."""
         layer = step.layer
         scores, second, positions = self.scoring.score(step)
         layer.held().put("score", torch.stack([scores] if second is None else [scores, second], dim=-1))
-        layer.scratch.scores = self.scoring.marked(scores, positions, step.cache)
+        step.forward.pending.scores[layer.index] = self.scoring.marked(scores, positions, step.cache)
         if self.allocator.scope == "cascade":
             self.share(step.cache, step.forward)
 
@@ -45,20 +44,22 @@ class BudgetSharing:
         """All layers have run: share the budget where this was waited for, and put slots into positional order."""
         if self.allocator.scope == "all":
             self.share(cache, forward)
+        forward.pending.scores.clear()
+        forward.pending.stats.clear()
         for layer in cache.full_layers:
-            layer.scratch.scores = layer.scratch.stat = None
             if layer.store is not None:
                 layer.restore_order()
                 layer.held().drop_channel("score")
 
     def share(self, cache: CompressedCache, forward: Forward) -> None:
         """Share the budget among the layers scored so far and trim each to its new count."""
-        scored = [layer for layer in cache.full_layers if layer.scratch.scores is not None]
+        pending = forward.pending
+        scored = [layer for layer in cache.full_layers if layer.index in pending.scores]
         if not scored or cache.cap is None:
             return
-        shown = [x.store.shown if isinstance(x.store, ScoreSortedStore) else x.scratch.scores for x in scored]
+        shown = [x.store.shown if isinstance(x.store, ScoreSortedStore) else pending.scores[x.index] for x in scored]
         total = cache.cap * scored[0].held().heads * self.n_layers
-        stats = [layer.scratch.stat for layer in scored]
+        stats = [pending.stats.get(layer.index) for layer in scored]
         allocated = self.allocator.allocate(
             [x for x in shown if x is not None], stats, len(scored), self.n_layers, total
         )
@@ -71,7 +72,7 @@ class BudgetSharing:
                 self._trim(layer, wanted, forward, cache)
             assert cache.real is not None
             wanted = torch.where(whole[:, None], torch.minimum(wanted, cache.cap[:, None]), wanted)
-            layer.target = self.allocator.limit(wanted, cache.real)
+            layer.aim_at(self.allocator.limit(wanted, cache.real))
 
     def _trim(self, layer: CompressedLayer, wanted: Tensor, forward: Forward, cache: CompressedCache) -> None:
         """Cut a scored layer to its new count: by rank as long as what is protected stays the same, else anew."""
@@ -82,13 +83,14 @@ class BudgetSharing:
         one_stage &= layer.encoding.groups is None
         if one_stage and torch.equal(after.sinks, before.sinks) and torch.equal(after.window, before.window):
             cache.note_clamped((after.clamped & (counts < held)).any(1))
-            layer.truncate_ranked(counts)
+            layer.truncate_ranked(counts, forward.pending.scores[layer.index])
             return
         layer.restore_order()
         everyone = torch.ones(len(wanted), dtype=torch.bool)
         scores = (*_held_scores(layer), layer.positions())
         self.evictor.retain(layer, scores, wanted, everyone, forward, cache)
-        layer.scratch.scores = self.scoring.marked(_held_scores(layer)[0], layer.positions(), cache)
+        marked = self.scoring.marked(_held_scores(layer)[0], layer.positions(), cache)
+        forward.pending.scores[layer.index] = marked
 
 
 def _held_scores(layer: CompressedLayer) -> tuple[Tensor, Tensor | None]:

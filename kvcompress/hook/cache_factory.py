@@ -1,4 +1,4 @@
-"""Makes the empty caches of one model and method, and checks a caller's cache before a forward goes into it."""
+"""Cache factory: empty caches of one model and method; a caller's cache is checked before a forward goes into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a method's parts and a model go together: what is refused by name before any work."""
+"""Compatibility of a method's parts with a model: what is refused by name before any work."""
 
 from __future__ import annotations
 

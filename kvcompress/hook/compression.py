@@ -12,11 +12,12 @@ from kvcompress.cache.layouts import RaggedStore
 from kvcompress.hook.budget_sharing import BudgetSharing
 from kvcompress.hook.evictor import Evictor
 from kvcompress.hook.model_facts import ModelFacts
+from kvcompress.hook.recording import PrefillRecording
 from kvcompress.hook.run_stats import RunStats
 from kvcompress.hook.scoring import LayerScoring, LayerStep, evicts, needs_of
 from kvcompress.hook.trigger import Trigger
 from kvcompress.kernels.blockwise import AttentionParams
-from kvcompress.method import Method, Needs
+from kvcompress.method import Method
 from kvcompress.method.parts import Reader
 
 Tensor = torch.Tensor
@@ -42,13 +43,13 @@ class Compressor:
         n_layers: int,
         kernel: str = "auto",
         facts: ModelFacts | None = None,
-        needs: Needs | None = None,
+        recording: PrefillRecording | None = None,
     ):
         """Args:
             n_layers: full-attention layers, which share the budget.
             kernel: one of `KERNELS`.
             facts: of the model, as far as scorers need them.
-            needs: to observe more than the method's own parts want.
+            recording: observe a full prefill for other methods, and drop nothing.
 
         Raises:
             ValueError: an unknown kernel, a schedule without its tokens, or needs that are not served.
@@ -62,7 +63,8 @@ class Compressor:
                 "compress(model, method, tokenizer=tokenizer), or a model that comes from kvcompress.load"
             )
         self.limited = evicts(method, self.parts)
-        self.needs = needs_of(method) if needs is None else needs
+        self.recording = recording
+        self.needs = needs_of(method) if recording is None else recording.needs
         if self.needs.hidden:
             raise ValueError(
                 f"{type(method).__name__} needs 'hidden', which this version's hook layer does not observe"
@@ -130,6 +132,9 @@ class Compressor:
         forward: Forward,
     ) -> None:
         """Record queries, observe, decide or defer, and encode, in one layer of a forward."""
+        if self.recording is not None:
+            self.recording.note(layer, q, params, forward)
+            return
         if layer.temporary:
             return
         if layer.observing_only and self.limited:
@@ -138,17 +143,17 @@ class Compressor:
         self._record_queries(layer, q, forward)
         if not self.limited:
             self.encode(layer)
-            layer.queries = None
+            layer.forget_queries()
             return
         cache = layer.context()
         assert isinstance(cache, CompressedCache)
         step = LayerStep(layer, probabilities, params, forward, cache, q)
         self._observe(step)
-        if forward.passes:  # their attention is part of the decision
-            forward.deferred[layer.index] = params
+        if forward.pending.passes:  # their attention is part of the decision
+            forward.pending.attention[layer.index] = params
         else:
             self.decide(step)
-        if forward.phase != "prompt" or not (forward.passes or self.parts.allocator.scope != "layer"):
+        if forward.phase != "prompt" or not (forward.pending.passes or self.parts.allocator.scope != "layer"):
             self.encode(layer)
 
     def _record_queries(self, layer: CompressedLayer, q: Tensor, forward: Forward) -> None:
@@ -160,7 +165,7 @@ class Compressor:
         if window and wanted:
             layer.remember_queries(q, forward, window)
         elif self.limited:
-            layer.queries = None
+            layer.forget_queries()
 
     def _observe(self, step: LayerStep) -> None:
         scorer = self.parts.scorer
@@ -182,7 +187,7 @@ class Compressor:
         rows = self.trigger.due(step)
         if rows is None:
             return
-        layer.evictor = None
+        layer.evict_by(None)
         with self.stats.clock.running(layer.device):
             if not decoding and self.parts.allocator.scope != "layer":
                 self.sharing.defer(step)
@@ -208,8 +213,8 @@ class Compressor:
             return
         in_one = self.parts.allocator.scope == "layer"
         for layer in cache.full_layers:
-            if layer.index in forward.deferred:
-                self.decide(LayerStep(layer, None, forward.deferred[layer.index], forward, cache))
+            if layer.index in forward.pending.attention:
+                self.decide(LayerStep(layer, None, forward.pending.attention[layer.index], forward, cache))
                 if in_one:
                     self.encode(layer)
         if in_one:
@@ -222,9 +227,11 @@ class Compressor:
 
     def end_of_prompt(self, cache: CompressedCache) -> None:
         """Called when a prompt with all its chunks is in: what was seen of it is only of use to a decode schedule."""
+        if self.recording is not None:  # the methods to come want to see it
+            return
         if not self.parts.schedule.in_decode or self.needs.window == 1:
             for layer in cache.full_layers:
-                layer.queries = None
+                layer.forget_queries()
         if not self.parts.schedule.in_decode:
             for layer in cache.full_layers:
                 self._forget_prompt(layer)

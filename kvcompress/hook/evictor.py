@@ -65,7 +65,7 @@ class Evictor:
             layer.evict_one(lowest_slot(ranking, positions, protection), drop > 0)
             if bool((drop == 1).all()) and second is None and self.every_step:
                 assert layer.target is not None
-                layer.evictor = IncrementalEvictor.of(layer.held(), layer.target, protection, MAX_HOLES)
+                layer.evict_by(IncrementalEvictor.of(layer.held(), layer.target, protection, MAX_HOLES))
             return
         in_groups = layer.encoding.groups is not None
         must = ~candidates(positions, protection) & (positions >= 0) if in_groups else None
@@ -73,4 +73,4 @@ class Evictor:
         if not decode:
             assert layer.target is not None and cache.real is not None
             # in decode a head may grow to what it was given
-            layer.target = torch.where(rows[:, None], self.allocator.limit(wanted, cache.real), layer.target)
+            layer.aim_at(torch.where(rows[:, None], self.allocator.limit(wanted, cache.real), layer.target))

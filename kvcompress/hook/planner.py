@@ -1,7 +1,8 @@
-"""Plans a forward: phase, padding, positions and budget of the new tokens, checked before the model runs."""
+"""Forward planner: phase, padding, positions and budget of new tokens, checked before the model runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -135,6 +136,16 @@ class ForwardPlanner:
         if schedule.until_ids:
             cache.close_rows(among(schedule.until_ids))
         return among(schedule.newline_ids) if schedule.newline_ids else None
+
+    def load(self, cache: CompressedCache, ids: Tensor, rows: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """Put keys and values that were computed before at the end of `cache`; arguments as of `Session.load`."""
+        cache.begin(self.plan(cache, ids, request=ForwardRequest("append")))
+        for layer, module in zip(cache.full_layers, compat.decoder_layers(self.model), strict=True):
+            device = next(module.parameters()).device
+            keys, values = (side.to(device) for side in rows(layer.index))
+            layer.update(keys, values, kwargs={})
+            layer.end_attention()
+        cache.end()
 
     def _check_length(self, cache: CompressedCache, forward: Forward) -> None:
         limit = compat.max_positions(self.model)

@@ -78,7 +78,7 @@ class LayerScoring:
             )
         second = scorer.second(scores, view, observed)
         if step.forward.phase == "prompt":
-            step.layer.scratch.stat = self.parts.allocator.stat(view, observed)
+            step.forward.pending.stats[step.layer.index] = self.parts.allocator.stat(view, observed)
         return scores, second, observed.positions
 
     def observe(self, step: LayerStep) -> None:

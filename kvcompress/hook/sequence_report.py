@@ -1,4 +1,4 @@
-"""The report of one sequence: bytes and tokens held, evictions, kernels and times, under the keys of a record."""
+"""Sequence report: bytes and tokens held, evictions, kernels and times, under the keys of a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compress(model, method)`: run prompts and decoding through a compressed cache, phase by phase."""
+"""Session: prompts and decoding through a compressed cache, phase by phase; `compress(model, method)` opens one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from kvcompress.hook.generation import Generation, check_sampling, generate
 from kvcompress.hook.model_facts import ModelFacts
 from kvcompress.hook.model_hooks import ModelHooks
 from kvcompress.hook.planner import ForwardPlanner
-from kvcompress.hook.runner import ForwardRequest, ForwardRunner, new_columns, with_pending
+from kvcompress.hook.recording import PrefillRecording
+from kvcompress.hook.runner import ForwardRunner, new_columns, with_pending
 from kvcompress.hook.scoring import evicts, needs_of
 from kvcompress.hook.sequence_report import SequenceReport, nan_notes
+from kvcompress.hook.session_chunks import SessionChunks
 from kvcompress.hook.sources import ChunkStore, PrefillSource
 from kvcompress.hook.stepper import DecodeStepper, synchronize
 from kvcompress.method import Method
@@ -55,7 +57,7 @@ class Session:
         store: ChunkStore | None = None,
         decode: str = "eager",
         *,
-        pipeline: Callable[[Method, int, str, ModelFacts], Compressor] = Compressor,
+        recording: PrefillRecording | None = None,
         step: Callable[[Tensor, Tensor | None], Tensor] | None = None,
         attach: bool = True,
         on_logits: Callable[[int, Tensor], None] | None = None,
@@ -63,7 +65,7 @@ class Session:
         """As `compress`, and for those who drive sessions:
 
         Args:
-            pipeline: makes the runtime of the method, from method, number of full-attention layers, kernel and model.
+            recording: is told of a full prefill's attention, for other methods; needs a method that drops nothing.
             step: takes a decode step in place of the session's own stepper, `(ids [B, 1], real [B]) -> logits [B, V]`.
             attach: False hooks the model for each forward apart, so that several sessions may be open on it.
             on_logits: called by `generate` with a token's number in its answer and the logits `[B, V]` it is picked from.
@@ -89,7 +91,7 @@ class Session:
             )
         compact = method.compact_positions and evicts(method, method.parts())
         facts = ModelFacts(model, needs_of(method), compact)
-        self.compressor = pipeline(method, len(self.full_layers), kernel, facts)
+        self.compressor = Compressor(method, len(self.full_layers), kernel, facts, recording)
         check_tokenizer(self.compressor, self.tokenizer)
         self.notes = method.notes(model) if self.compressor.limited else []
         self.runner = ForwardRunner(model)
@@ -103,10 +105,7 @@ class Session:
         self._reporter = SequenceReport(self.compressor, self.notes)
         self._take_step = step or self.stepper.step
         self._attach, self._on_logits, self._open = attach, on_logits, False
-        self._store: ChunkStore | None = None
-        self._store_given = False
-        if store is not None:
-            self.store = store
+        self._chunks = SessionChunks(model, self.compressor.parts.prefill, store)
 
     def __enter__(self) -> Self:
         for note in self.notes:
@@ -149,27 +148,11 @@ class Session:
         Raises:
             ValueError: when set, if it holds chunks of another model.
         """
-        if self._store is None:
-            self._store = self.compressor.parts.prefill.open_store(self.model)
-        return self._store
+        return self._chunks.store
 
     @store.setter
     def store(self, store: ChunkStore) -> None:
-        store.check(self.model)
-        self._store, self._store_given = store, True
-
-    def _check_store(self) -> None:
-        """See to it that the store's chunks are those of the model as it is now: an adapter may have been switched.
-
-        Raises:
-            ValueError: a store that was given holds others.
-        """
-        if self._store is None:
-            return
-        if self._store_given:
-            self._store.check(self.model)
-        elif not self._store.serves(self.model):
-            self._store = None
+        self._chunks.give(store)
 
     @property
     def reuse_rotations(self) -> list[compat.Rotation]:
@@ -209,7 +192,7 @@ class Session:
             the cache, logits `[B, V]` of the last position, and real tokens seen `[B]`.
         """
         self._must_be_open()
-        self._check_store()
+        self._chunks.check()
         segments = [ids] if isinstance(ids, Tensor) else list(ids)
         if not segments or sum(s.shape[-1] for s in segments) == 0:
             raise ValueError("the prompt is empty: give at least one token")
@@ -221,8 +204,8 @@ class Session:
         self.cache = cache
         self.compressor.stats.reset()
         self.stepper.reset()
-        if how is not None and self._store is None:
-            self._store = how.open_store(self.model)
+        if how is not None:
+            self._chunks.open_for(how)
         start = time.perf_counter()
         if how is None and self.shared is not None and self.shared.serves(cache, segments, mask):
             prefilled = self.shared.hand_over(self.compressor, cache)
@@ -241,7 +224,7 @@ class Session:
             how many were not there yet and were prefilled now; 0 where the prefill does not reuse chunks.
         """
         self._must_be_open()
-        self._check_store()
+        self._chunks.check()
         return self.compressor.parts.prefill.precompute(self, list(segments))
 
     def forward_prompt(self, ids: Tensor, mask: Tensor | None, chunk: int | None = None) -> Prefilled:
@@ -282,14 +265,7 @@ class Session:
         Raises:
             ValueError: sliding layers, which hold a window only.
         """
-        cache = self.runner.current()
-        cache.begin(self.planner.plan(cache, ids, request=ForwardRequest("append")))
-        for layer, module in zip(cache.full_layers, compat.decoder_layers(self.model), strict=True):
-            device = next(module.parameters()).device
-            keys, values = (side.to(device) for side in rows(layer.index))
-            layer.update(keys, values, kwargs={})
-            layer.end_attention()
-        cache.end()
+        self.planner.load(self.runner.current(), ids, rows)
 
     @torch.no_grad()
     def append(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

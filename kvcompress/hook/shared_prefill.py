@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
-from kvcompress.cache.forward import Forward
+from kvcompress.cache.forward import Forward, PendingDecisions
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hook.compression import Compressor
-from kvcompress.hook.model_facts import ModelFacts
+from kvcompress.hook.recording import PrefillRecording
 from kvcompress.hook.scoring import LayerStep, needs_of
 from kvcompress.hook.session import Session
 from kvcompress.kernels.blockwise import AttentionParams
@@ -42,31 +42,6 @@ def unsupported_reason(method: Method) -> str | None:
     if observing or needs != known:
         return "it observes more than windows of queries and attention mass"
     return None
-
-
-class Recorder(Compressor):
-    """Observes a full prefill for other methods, and drops nothing."""
-
-    def __init__(self, method: Method, n_layers: int, kernel: str, needs: Needs):
-        super().__init__(method, n_layers, kernel, needs=needs)
-        self.features: dict[int, AttentionParams] = {}
-        self.forward: Forward | None = None
-
-    def after_attention(
-        self,
-        layer: CompressedLayer,
-        q: Tensor,
-        probabilities: Tensor | None,
-        params: AttentionParams,
-        forward: Forward,
-    ) -> None:
-        self.features[layer.index] = params
-        self.forward = forward
-        if self.needs.window:
-            layer.remember_queries(q, forward, self.needs.window)
-
-    def end_of_prompt(self, cache: CompressedCache) -> None:
-        """Keep the queries: they are what the methods to come want to see."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +86,7 @@ class SharedPrefill:
             ValueError: the session's method cannot start from this prefill, and why.
         """
         self._check(compressor)
-        forward = replace(self.forward, passes=[], deferred={}, observer=compressor)
+        forward = replace(self.forward, pending=PendingDecisions(), observer=compressor)
         assert self.cache.real is not None and self.cache.logits is not None
         cache.advance(None, self.cache.real.clone())
         cache.begin_prompt(compressor.method.cap(self.cache.real) if compressor.limited else None)
@@ -123,12 +98,9 @@ class SharedPrefill:
         for index, base in enumerate(self.cache.layers):
             layer = cache.layers[index]
             if not isinstance(layer, CompressedLayer) or not isinstance(base, CompressedLayer):
-                cache.layers[index] = self.cache.fork_other(index)
+                cache.replace_layer(index, self.cache.fork_other(index))
                 continue
-            layer.share_from(base, compressor.needs.mass)
-            size = compressor.needs.window
-            if size and base.queries is not None:
-                layer.queries = base.queries.cut(size)
+            layer.share_from(base, compressor.needs.mass, compressor.needs.window)
             if compressor.limited:
                 compressor.decide(LayerStep(layer, None, self.features[index], forward, cache))
             if at_once or not compressor.limited:
@@ -166,21 +138,15 @@ def prefill_once(
         kernel: as in `compress`.
     """
     prompt = torch.as_tensor(ids, dtype=torch.long).view(1, -1)
-    recorders: list[Recorder] = []
-
-    def pipeline(method: Method, n_layers: int, kernel: str, facts: ModelFacts) -> Recorder:
-        recorders.append(Recorder(method, n_layers, kernel, needs))
-        return recorders[-1]
-
-    with Session(model, Method(), kernel, pipeline=pipeline) as session:
+    recording = PrefillRecording(needs)
+    with Session(model, Method(), kernel, recording=recording) as session:
         cache = session.prefill(prompt.to(model.device), cache=session.new_cache(headroom=False)).cache
-    recorder = recorders[0]
-    forward = recorder.forward or Forward(*_plain_forward(prompt.shape[1]))
+    forward = recording.forward or Forward(*_plain_forward(prompt.shape[1]))
     if needs.window and _window_bytes(cache, needs.window) <= cache.nbytes()["allocated"]:
         for layer in cache.full_layers:
-            layer.shared_window_attention = {needs.window: None}
-    kernels, state = frozenset(recorder.stats.kernels), model_state(model)
-    return SharedPrefill(prompt.cpu(), cache, recorder.features, forward, kernels, needs, state)
+            layer.share_window_attention(needs.window)
+    kernels, state = frozenset(session.compressor.stats.kernels), model_state(model)
+    return SharedPrefill(prompt.cpu(), cache, recording.attention, forward, kernels, needs, state)
 
 
 def _window_bytes(cache: CompressedCache, window: int) -> int:

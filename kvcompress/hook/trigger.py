@@ -35,13 +35,14 @@ class Trigger:
         layer, cache, counts = step.layer, step.cache, step.layer.counts
         if cache.cap is None:
             return None
-        layer.target = cache.cap[:, None].expand_as(counts).clone()
+        target = cache.cap[:, None].expand_as(counts).clone()
+        layer.aim_at(target)
         if not self.schedule.prompt:
             return None
         if self.allocator.scope != "layer":
             return torch.ones(len(counts), dtype=torch.bool)
         if self.allocator.uniform:
-            return (counts > layer.target).any(1)
+            return (counts > target).any(1)
         assert cache.real is not None
         return cache.real > cache.cap  # a layer may get less than the cap
 

@@ -187,11 +187,29 @@ def saturated(costs: Costs, slots: int, output: int, count: int = 0) -> Result:
     return simulate(costs, slots, [0.0] * (count or max(64, 4 * slots)), output)
 
 
-def highest_rate(attained: Callable[[float], float], ceiling: float, share: float = 0.9, steps: int = 12) -> float:
-    """The highest rate, up to `ceiling`, at which `share` of the requests meet their targets, by halving; 0 if none."""
+TRIES = 24  # rates that are tried on the way down
+
+
+def highest_rate(
+    attained: Callable[[float], float], ceiling: float, share: float = 0.9, steps: int = 12, fall: float | None = None
+) -> float:
+    """The highest rate, up to `ceiling`, at which `share` of the requests meet their targets, by halving; 0 if none.
+
+    Args:
+        fall: go down from the ceiling by this factor until a rate is met, `TRIES` times at most, and halve above it. Where
+            arrivals come in bursts a rate may fail that a higher one meets: halving alone then finds any of the borders.
+    """
     low, high = 0.0, ceiling
     if attained(ceiling) >= share:
         return ceiling
+    if fall is not None:
+        for _ in range(TRIES):
+            low = high * fall
+            if attained(low) >= share:
+                break
+            low, high = 0.0, low
+        else:
+            return 0.0
     for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if attained(middle) >= share else (low, middle)

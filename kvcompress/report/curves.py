@@ -26,7 +26,7 @@ from kvcompress.report.series import (
     spread,
     unlimited,
 )
-from kvcompress.sweep.record import is_baseline
+from kvcompress.sweep.baseline import is_baseline
 
 FLOOR = 1e-6  # divergences below are rounding of float32 logits
 SIZE = 8  # of text, in points

@@ -22,7 +22,7 @@ from kvcompress.report.heatmap import grid
 from kvcompress.report.run_index import Loaded, named, ordered
 from kvcompress.report.series import series
 from kvcompress.report.table import title
-from kvcompress.sweep.record import is_baseline
+from kvcompress.sweep.baseline import is_baseline
 
 Record = dict[str, Any]
 POINTS = 64  # of a line along a generation

@@ -12,7 +12,7 @@ from kvcompress.report.figure import figure_stem, light_axes, plotting, save, su
 from kvcompress.report.run_index import Entry, budget_of, label, named
 from kvcompress.report.series import COLOURS, CONTEXT, MARKERS, Record
 from kvcompress.report.stats import pareto
-from kvcompress.sweep.record import is_baseline
+from kvcompress.sweep.baseline import is_baseline
 
 SIZE = 8
 # key of a record, what the axis says, and what one unit of it is

@@ -1,4 +1,4 @@
-"""Figures of rollouts: the off-policy gap by position, effective sample size by budget, reward by bytes of a group."""
+"""Tables and figures of rollouts: the off-policy gap with intervals and by position, sample size, reward, bytes of a group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
+import numpy as np
+
 from kvcompress.common.text import for_figure
+from kvcompress.report import stats
 from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, label, ordered
 from kvcompress.report.series import COLOURS, MARKERS, Record
@@ -15,15 +18,87 @@ MORE = ("#8B5E3C", "#7A7A7A", "#6A3D9A")  # of methods beyond the palette
 CURVES = (("metrics.curve_q50", "median of Δ"), ("metrics.curve_q1", "1% quantile of Δ"))
 
 
+def is_sampled(record: Record) -> bool:
+    """True for a finished record of rollouts that has gaps."""
+    finished = record["status"] in ("ok", "inactive")
+    return finished and bool(record.get("metrics.curve_position")) and "metrics.gap_k3" in record
+
+
 def sampled(entries: Sequence[Entry]) -> dict[tuple[str, str], list[Record]]:
     """Finished records of rollouts by (sweep, pair), in the order of boards."""
     found: dict[tuple[str, str], list[Record]] = {}
     for entry in entries:
-        record = entry.record
-        if record["status"] in ("ok", "inactive") and record.get("metrics.curve_position"):
-            if "metrics.gap_k3" in record:
-                found.setdefault((entry.sweep, str(record.get("protocol.pair"))), []).append(record)
+        if is_sampled(entry.record):
+            found.setdefault((entry.sweep, str(entry.record.get("protocol.pair"))), []).append(entry.record)
     return {key: ordered(records) for key, records in sorted(found.items())}
+
+
+COLUMNS = {
+    "gap_k3": "k3, nats per token ↓",
+    "gap_ess_token": "effective share of tokens ↑",
+    "reward_mean": "mean reward ↑",
+}  # of each group of samples from one prompt: the units that intervals are made of
+SHARES = {
+    "gap_ratio_share": "ratio outside [0.5, 2] ↓",
+    "gap_seq_reject": "samples with a ratio below 0.001 ↓",
+    "gap_ess": "effective share of samples ↑",
+    "distinct": "distinct ↑",
+}
+
+
+def markdown(entries: Sequence[Entry]) -> str:
+    """Two tables per group of comparable rollouts; nothing where there are none.
+
+    Intervals are 95% bootstrap intervals of the mean over prompts, each with all its samples.
+    """
+    by_run = {id(entry.record): entry for entry in entries}
+    return "\n".join(_tables([by_run[id(record)] for record in group]) for group in sampled(entries).values())
+
+
+def _tables(entries: Sequence[Entry]) -> str:
+    first = entries[0].record
+    about = f"{first['n_samples']} prompts, {first['metrics.gap_samples']} samples, {first['metrics.gap_tokens']} tokens per run"
+    lines = [f"### {first['model']} · {first['task']} · off-policy gap · {about}", ""]
+    heads = ["method", *COLUMNS.values(), *SHARES.values(), "bytes of a group, MiB ↓", "unshared / shared"]
+    lines += [f"| {' | '.join(heads)} |", "| :--- |" + " ---: |" * (len(heads) - 1)]
+    for entry in entries:
+        record, scores = entry.record, [row["scores"] for row in entry.rows().values()]
+        cells = [label(record)]
+        for key in COLUMNS:
+            per_prompt = [_of_prompt(row, key) for row in scores]
+            cells.append(_interval([value for value in per_prompt if value is not None]))
+        cells += [_number(record.get(f"metrics.{key}"), ".3f") for key in SHARES]
+        held = record.get("metrics.bytes_group")
+        cells += ["–" if held is None else f"{held / 2**20:.1f}", _number(record.get("metrics.bytes_ratio"), ".2f")]
+        lines.append(f"| {' | '.join(cells)} |")
+    at = first["metrics.curve_position"]
+    lines += ["", "1% quantile of Δ = log π − log μ (nats), by position in the output:", ""]
+    lines += [f"| method | {' | '.join(f'{x:.0f}' for x in at)} |", "| :--- |" + " ---: |" * len(at)]
+    for entry in entries:
+        curve = entry.record.get("metrics.curve_q1") or [None] * len(at)
+        lines.append(f"| {label(entry.record)} | {' | '.join(_number(value, '.2f') for value in curve)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _of_prompt(scores: Record, key: str) -> float | None:
+    """A group's value of a column; its mean reward is its score, where there are rewards."""
+    if key == "reward_mean":
+        return float(scores["score"]) if "reward_0" in scores else None
+    return None if scores.get(key) is None else float(scores[key])
+
+
+def _interval(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return f"{mean:.3g}"
+    low, high = stats.bootstrap(np.asarray(values, dtype=np.float64))
+    return f"{mean:.3g} [{low:.3g}, {high:.3g}]"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"
 
 
 def draw_rollouts(entries: Sequence[Entry], folder: Path) -> list[Path]:

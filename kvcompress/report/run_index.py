@@ -10,7 +10,8 @@ from typing import Any
 
 from kvcompress.common.hashing import source_hash
 from kvcompress.report import stats
-from kvcompress.sweep.record import FINISHED, contradiction, is_baseline, read_record, read_rows
+from kvcompress.sweep.baseline import is_baseline
+from kvcompress.sweep.record import FINISHED, contradiction, read_record, read_rows
 
 NONE = "–"
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcompress.report.run_index import named
-from kvcompress.sweep.record import FINISHED, is_baseline
+from kvcompress.sweep.baseline import is_baseline
+from kvcompress.sweep.record import FINISHED
 
 Record = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What methods are worth to a server: hit rates and goodput by memory, the distribution of the first token. All simulated."""
+"""Serving board: hit rates and goodput by memory, the distribution of the first token. All simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunk KV: prefill chunks alone, store them before rotation, load them layer by layer at their new positions."""
+"""Chunk loader: chunks prefilled alone, stored before rotation, loaded layer by layer at their new positions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def disable_windows(cache: CompressedCache) -> None:
     """Let an empty cache's sliding layers hold all tokens, until `restore_windows`."""
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, CompressedLayer):
-            cache.layers[index] = UnwindowedLayer(cache, index)
+            cache.replace_layer(index, UnwindowedLayer(cache, index))
 
 
 def restore_windows(cache: CompressedCache, index: int, sliding: Any) -> None:
@@ -110,7 +110,7 @@ def restore_windows(cache: CompressedCache, index: int, sliding: Any) -> None:
     held = cache.layers[index]
     if isinstance(held, UnwindowedLayer):
         sliding.update(*held.keys_values())
-        cache.layers[index] = sliding
+        cache.replace_layer(index, sliding)
 
 
 class ChunkLoader:

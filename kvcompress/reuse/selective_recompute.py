@@ -1,4 +1,4 @@
-"""CacheBlend: load stored chunk KV and recompute the selected tokens only.
+"""Selective recompute (CacheBlend): load stored chunk KV and recompute the selected tokens only.
 
 The model's own forward runs once over the prompt. Up to and with a check layer it computes every token; there the
 new keys and values are compared with the reused ones, and from then on hooks on the decoder layers let only selected

@@ -1,4 +1,4 @@
-"""A disk that takes no more: it ends a sweep in one line, and the same command goes on when there is room."""
+"""Full disk: ends a sweep in one line, and the same command goes on when there is room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fault as a record tells it: its traceback cut to this library, without paths or secrets of the machine it ran on."""
+"""Fault record: a traceback cut to this library, without paths or secrets of the machine it ran on."""
 
 from __future__ import annotations
 

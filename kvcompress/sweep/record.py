@@ -1,4 +1,4 @@
-"""Run ids, the folder of a run, and the record: flat, written last, the only thing that reports read.
+"""Run folder and record: flat, written last, the only thing that reports read.
 
 `results/<sweep>/<run-id>/` holds `config.yaml`, `samples.jsonl` (one line per finished sample, flushed) and, once all
 is done, `record.json` (written to a temporary file and renamed, so that it is whole or absent).
@@ -15,17 +15,18 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from statistics import fmean, median, quantiles, stdev
+from statistics import fmean
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from kvcompress.common import strict_json
 from kvcompress.common.atomic_files import append_whole, read_plain, write_whole
 from kvcompress.common.hashing import source_hash
+from kvcompress.sweep.aggregate import aggregate
 from kvcompress.sweep.disk import written
-from kvcompress.sweep.record_keys import FINISHED, STATUSES, TIMES
+from kvcompress.sweep.record_keys import FINISHED, STATUSES
 
-__all__ = ["FINISHED", "STATUSES", "RunFolder", "aggregate", "read_record", "read_rows"]
+__all__ = ["FINISHED", "STATUSES", "RunFolder", "read_record", "read_rows"]
 
 logger = logging.getLogger(__name__)
 Told = Callable[[str], object]
@@ -290,154 +291,3 @@ def read_rows(path: Path, told: Told | None = None) -> Iterator[dict[str, Any]]:
                 told(f"{path} line {number}: {error}; left out, the command of its sweep computes it again")
             continue
         yield row
-
-
-def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Record keys that follow from the samples: score, shares, `kv.*`, `memory.*`, `time.*`, `protocol.*`.
-
-    Samples for which memory ran out (they have no report of their end) count in number and score alone.
-    """
-    if not rows:
-        return {"n_samples": 0}
-    scores = [float(row["score"]) for row in rows]
-    found: dict[str, Any] = {
-        "n_samples": len(rows),
-        "score": fmean(scores),
-        "score_stderr": stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None,
-    }
-    rows = [row for row in rows if row["out"].get("end") is not None]
-    if not rows:
-        return found
-    outs = [row["out"] for row in rows]
-    found |= {
-        "share_inactive": fmean(not out["end"]["active"] for out in outs),
-        "share_clamped": fmean(bool(out["end"]["clamped"]) for out in outs),
-        "notes": sorted({note for out in outs for note in out["end"].get("notes", ())}),
-    }
-    moments, standing = zip(*map(held_at, outs), strict=True)
-    found["kv.moment"] = ",".join(sorted(set(moments)))
-    after, end = [out["compressed"]["kv"] for out in outs], [out["end"]["kv"] for out in outs]
-    for key in (
-        "bytes_held",
-        "bytes_allocated",
-        "bytes_full",
-        "ratio",
-        "bytes_host",
-        "bytes_summaries",
-        "bytes_tables",
-        "bytes_scores",
-        "kept_tokens_mean",
-    ):
-        found[f"kv.{key}"] = _mean(kv.get(key) for kv in standing)
-    # along the decode: sampled by the task, or what its two ends say
-    held = [
-        out.get("held") or [a.get("bytes_held"), b.get("bytes_held")]
-        for out, a, b in zip(outs, after, end, strict=True)
-    ]
-    known = [values for values in held if None not in values]
-    found["kv.bytes_peak"] = _mean(max(values) for values in known)
-    # what goes into pages leaves the form the prompt had with the first step
-    found["kv.bytes_mean"] = _mean(
-        fmean(values[1:] or values if moment == "decode" else values)
-        for values, moment in zip(held, moments, strict=True)
-        if None not in values
-    )
-    for key in ("read_bytes_per_token", "moved_bytes_per_token"):
-        found[f"kv.{key}"] = _mean(kv.get(key) for kv in end)
-    found["kv.kept_tokens_max"] = max((kv["kept_tokens_max"] for kv in end if kv.get("kept_tokens_max")), default=None)
-    found["kv.storage"] = _all_of(kv.get("storage") for kv in end)
-    for key in ("prefill_peak", "decode_peak"):
-        found[f"memory.{key}"] = max((out[key] for out in outs if out.get(key) is not None), default=None)
-    for key in TIMES:
-        values: list[float] = []
-        for out in outs:
-            value = out.get(key.removeprefix("time."))
-            values += value if isinstance(value, list) else [] if value is None else [value]
-        found |= _quartiles(key, values)
-    protocols = [row.get("protocol", {}) for row in rows]
-    for key in sorted({key for protocol in protocols for key in protocol}):
-        kinds = sorted({str(protocol[key]) for protocol in protocols if key in protocol})
-        found[f"protocol.{key}"] = kinds[0] if len(kinds) == 1 else ",".join(kinds)
-    found["protocol.kernel"] = _all_of(out["end"].get("kernel") for out in outs)
-    steps = [out["end"].get("step") or {} for out in outs]
-    found["protocol.step"] = "+".join(sorted({step["how"] for step in steps if "how" in step})) or None
-    found["protocol.step_why"] = _all_of((step.get("why") for step in steps), "; ")
-    found["time.step_ready_s"] = max((step["ready_s"] for step in steps if "ready_s" in step), default=None)
-    found["protocol.truncated_share"] = fmean((row.get("meta") or {}).get("truncated_tokens", 0) > 0 for row in rows)
-    found["protocol.unfinished_share"] = fmean(row.get("unfinished", 0.0) for row in rows)
-    found["protocol.hit_max_share"] = fmean("length" in out.get("finished", ()) for out in outs)
-    return found
-
-
-def held_at(out: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """When a sample's bytes held say what its method holds, and the `kv` of its report then.
-
-    "prompt": when the compression has ended, before the question. "decode": at the end, where what is held lies in
-    pages by then, which begin with the first step of decode; what grows or moves later is always of the end.
-    """
-    compressed, end = ((out.get(report) or {}).get("kv") or {} for report in ("compressed", "end"))
-    return ("decode", end) if end.get("bytes_summaries") else ("prompt", compressed)
-
-
-def _all_of(values: Iterable[str | None], mark: str = ",") -> str | None:
-    """What samples say, each thing once: those of before a resume may have run otherwise. None where none says anything."""
-    return mark.join(sorted({value for value in values if value})) or None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _quartiles(key: str, values: Sequence[float]) -> dict[str, float | None]:
-    if not values:
-        return {key: None, f"{key}.q1": None, f"{key}.q3": None}
-    first, _, third = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
-    return {key: median(values), f"{key}.q1": first, f"{key}.q3": third}
-
-
-def is_baseline(record: Mapping[str, Any]) -> bool:
-    """True for a finished run in which nothing was compressed by any part: what the others are measured against."""
-    untouched = {"scorer": "none", "codec": "plain", "reader": "all"}
-    return (
-        record.get("status") == "ok"
-        and all(record.get(f"parts.{part}") == value for part, value in untouched.items())
-        and record.get("parts.prefill") in ("oneshot", "chunked")
-    )
-
-
-def paired_delta(
-    rows: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]]
-) -> tuple[float, float | None] | None:
-    """Mean difference in score on the samples both have, and its standard error; None without a common sample."""
-    common = sorted(rows.keys() & base.keys())
-    if not common:
-        return None
-    deltas = [float(rows[key]["score"]) - float(base[key]["score"]) for key in common]
-    return fmean(deltas), stdev(deltas) / math.sqrt(len(deltas)) if len(deltas) > 1 else None
-
-
-def fill_deltas(sweep: Path, changed: str | None = None) -> None:
-    """Fill `delta_full` and `baseline` of every record in a sweep whose baseline is in it.
-
-    Args:
-        changed: run id of the only record that is new, so that the samples of others are not read again; None: any.
-    """
-    found: list[tuple[RunFolder, dict[str, Any]]] = []
-    for path in sorted(sweep.glob("*/record.json")):
-        if path.parent.is_symlink():
-            continue  # nothing is written there
-        folder = RunFolder(sweep.parent, sweep.name, path.parent.name)
-        record = folder.record()
-        if record is not None:
-            found.append((folder, record))
-    bases = {record.get("protocol.pair"): folder for folder, record in found if is_baseline(record)}
-    for folder, record in found:
-        base = bases.get(record.get("protocol.pair"))
-        if base is None or record["status"] not in FINISHED:
-            continue
-        if changed not in (None, folder.run_id, base.run_id) and record.get("baseline") == base.run_id:
-            continue
-        delta = paired_delta(folder.rows(), base.rows())
-        if delta is not None and (record.get("baseline"), record.get("delta_full")) != (base.run_id, delta[0]):
-            folder.finish(record | {"delta_full": delta[0], "baseline": base.run_id})

@@ -8,6 +8,7 @@ from typing import Any
 from kvcompress.measure.measuring import hardware
 from kvcompress.models import loading
 from kvcompress.sweep import record, record_schema
+from kvcompress.sweep.aggregate import aggregate
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.sanity import Sanity
 
@@ -26,7 +27,7 @@ def build(spec: CellSpec, rows: Rows, status: str, error: str | None, expected: 
     Raises:
         Exception: whatever the task's summary raises.
     """
-    found = record.aggregate(rows)
+    found = aggregate(rows)
     if status == "ok":
         status = _classify(spec, rows, found, expected)
     shared = any(row.get("shared") for row in rows)

@@ -12,7 +12,8 @@ from typing import Any
 from kvcompress.common.hashing import canonical
 from kvcompress.common.text import for_tracker, printable
 from kvcompress.sweep import stored_config
-from kvcompress.sweep.record import FINISHED, RunFolder, held_at, read_record
+from kvcompress.sweep.aggregate import held_at
+from kvcompress.sweep.record import FINISHED, RunFolder, read_record
 
 TAG = 64  # characters that wandb takes
 TEXT = 10_000  # characters of an answer in the table; samples.jsonl has the rest

@@ -132,6 +132,14 @@ def test_arrivals_come_at_the_rate_asked_for():
     assert poisson(4.0, 10, seed=1) == times[:10] != poisson(4.0, 10, seed=2)
 
 
+def test_of_several_rates_where_the_targets_begin_to_fail_the_highest_is_found_on_the_way_down():
+    def attained(rate):
+        return 1.0 if rate <= 1.0 or 2.0 <= rate <= 3.0 else 0.0
+
+    assert highest_rate(attained, 8.0, steps=20, fall=0.8) == pytest.approx(3.0, abs=1e-4)
+    assert highest_rate(lambda rate: 0.0, 8.0, fall=0.8) == 0.0
+
+
 def test_the_highest_rate_is_where_the_targets_begin_to_fail():
     assert highest_rate(lambda rate: 1.0 if rate <= 3.0 else 0.0, 8.0, steps=20) == pytest.approx(3.0, abs=1e-4)
     assert highest_rate(lambda rate: 1.0, 8.0) == 8.0 and highest_rate(lambda rate: 0.0, 8.0) == pytest.approx(

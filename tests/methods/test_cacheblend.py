@@ -15,7 +15,7 @@ from kvcompress.methods.kivi import KIVICodec
 from kvcompress.models import compat
 from kvcompress.reuse import chunk_loader, selective_recompute
 from kvcompress.reuse.kv_store import Damaged, KVStore
-from kvcompress.sweep.record import is_baseline
+from kvcompress.sweep.baseline import is_baseline
 
 LENGTHS = (4, 16, 16, 16, 8)  # prefix, three chunks, question
 CONTEXT, TOTAL = sum(LENGTHS[:-1]), sum(LENGTHS)

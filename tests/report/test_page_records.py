@@ -12,7 +12,7 @@ from kvcompress import compress
 from kvcompress.measure import offload_cost_model
 from kvcompress.methods import KIVI, FlexiCache, Full, Quest
 from kvcompress.report.iso_bytes import kind
-from kvcompress.sweep import record
+from kvcompress.sweep.aggregate import aggregate
 from kvcompress.tracking.content import table
 
 SIZE, TOKENS, STEPS = 16, 4080, 16
@@ -35,7 +35,7 @@ def told(method, tokens=TOKENS, steps=STEPS):
             session.step(random_ids(1, 1, t))
         end = session.report()
         row = row_of(compressed, end)
-        return record.aggregate([row]), session.cache.nbytes(), row
+        return aggregate([row]), session.cache.nbytes(), row
 
 
 def test_stable_heads_hold_k_and_tail_pages_on_the_device_and_the_record_says_so():

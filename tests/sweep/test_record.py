@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from kvcompress.common import hashing
 from kvcompress.sweep import record
+from kvcompress.sweep.aggregate import aggregate
+from kvcompress.sweep.baseline import fill_deltas
 
 
 def row(key, score=1.0, source="s", active=True, finished="stop"):
@@ -105,9 +107,7 @@ def test_a_record_is_replaced_whole_and_leaves_no_temporary_file(tmp_path):
 
 
 def test_aggregate_gives_means_medians_and_quartiles():
-    found = record.aggregate(
-        [row("a", 1.0), row("b", 0.0, finished="length", active=False), row("c", 1.0), row("d", 1.0)]
-    )
+    found = aggregate([row("a", 1.0), row("b", 0.0, finished="length", active=False), row("c", 1.0), row("d", 1.0)])
     assert found["score"] == 0.75 and found["score_stderr"] == pytest.approx(0.25)
     assert found["share_inactive"] == 0.25 and found["protocol.hit_max_share"] == 0.25
     assert found["kv.ratio"] == 0.5 and found["kv.kept_tokens_max"] == 6
@@ -115,7 +115,7 @@ def test_aggregate_gives_means_medians_and_quartiles():
     assert found["time.tpot_s"] == pytest.approx(0.2)
     assert found["memory.prefill_peak"] == 1000 and found["memory.decode_peak"] is None
     assert found["protocol.question"] == "seen" and found["protocol.kernel"] == "sdpa"
-    assert record.aggregate([row("a")])["score_stderr"] is None
+    assert aggregate([row("a")])["score_stderr"] is None
 
 
 def test_all_that_differs_between_samples_is_said_whichever_came_first():
@@ -127,7 +127,7 @@ def test_all_that_differs_between_samples_is_said_whichever_came_first():
         "step": {"how": "graph", "why": None},
     }
     for rows in ([first, second], [second, first], [first, second, first]):
-        found = record.aggregate(rows)
+        found = aggregate(rows)
         assert (found["protocol.kernel"], found["kv.storage"]) == ("blockwise,sdpa", "real,simulated")
         assert (found["protocol.step"], found["protocol.step_why"]) == ("eager+graph", "it evicts")
 
@@ -144,10 +144,10 @@ def test_deltas_are_paired_on_common_samples_and_filled_when_the_baseline_arrive
 
     some = write("some", "MyScorer", [row("a", 0.0), row("b", 1.0), row("z", 0.0)])
     other = write("other", "MyScorer", [row("a", 0.0)], **{"protocol.pair": "q"})
-    record.fill_deltas(tmp_path / "sweep")
+    fill_deltas(tmp_path / "sweep")
     assert some.record().get("delta_full") is None
     base = write("base", "none", [row("a", 1.0), row("b", 1.0)])
-    record.fill_deltas(tmp_path / "sweep")
+    fill_deltas(tmp_path / "sweep")
     assert some.record()["delta_full"] == -0.5 and some.record()["baseline"] == "base"
     assert base.record()["delta_full"] == 0.0
     assert other.record().get("delta_full") is None

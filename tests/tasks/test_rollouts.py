@@ -2,11 +2,15 @@
 
 import json
 import math
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
+from composed import composed
 from small_models import small_model
+from sweeps import ALONE, forked, sweep
 
 from kvcompress.data.rollouts import drawn, inverse_cdf, log_distribution, teacher_forced
 from kvcompress.data.task import Sample, Turn
@@ -14,6 +18,7 @@ from kvcompress.hook.session import compress
 from kvcompress.methods import H2O, KIVI, Full, Quest, SnapKV, StreamingLLM
 from kvcompress.metrics import off_policy
 from kvcompress.models.random_models import byte_tokenizer
+from kvcompress.sweep.record import RunFolder
 from kvcompress.tasks.rollouts import Rollouts, gaps_of, never
 
 PROMPT = tuple(torch.randint(5, 60, (40,), generator=torch.Generator().manual_seed(3)).tolist())
@@ -203,3 +208,37 @@ def test_rows_of_a_file_that_are_no_prompts_are_named(tmp_path, line, named):
     file.write_text(line + "\n")
     with pytest.raises(ValueError, match=named):
         list(Rollouts(source="file", file=str(file), n_prompts=1, template="none").samples(byte_tokenizer(512)))
+
+
+def run_of_three_prompts(folder, killed=False):
+    """A cell of three groups; killed when the first is written, if asked for."""
+    prompts = folder.parent / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "Count to {number}."}}\n' for number in (3, 5, 7)))
+    if killed:
+        stock = RunFolder.append
+
+        def append(self, row):
+            stock(self, row)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        RunFolder.append = append
+    asked = ["model=random", "task=rollouts", "task.source=file", f"task.file={prompts}", "task.template=none"]
+    asked += ["task.n_prompts=3", "task.n_samples=2", "task.output=6", "method=snapkv", "budget=0.5", "device=cpu"]
+    sweep([composed(*asked, "paths.data=null", "sweep.name=test", f"paths.results={folder}")], ALONE)
+
+
+def rows_of(folder):
+    rows = [json.loads(line) for path in folder.rglob("samples.jsonl") for line in path.read_text().splitlines()]
+    return [(row["id"], row["out"]["tokens"], row["out"]["rollouts"]["mu"]) for row in rows]
+
+
+def test_a_killed_run_goes_on_sample_by_sample_with_the_same_samples(tmp_path):
+    process = forked(run_of_three_prompts, tmp_path / "killed", True)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    begun = rows_of(tmp_path / "killed")
+    assert len(begun) == 1 and not list((tmp_path / "killed").rglob("record.json"))
+    run_of_three_prompts(tmp_path / "killed")
+    run_of_three_prompts(tmp_path / "calm")
+    assert rows_of(tmp_path / "killed")[:1] == begun
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "calm")

@@ -1,4 +1,4 @@
-"""What is said of a method on a trace at a memory: hits, goodput, and what happens at a load that the full cache can bear."""
+"""Serving comparison: hits, goodput, and what happens at a load that the full cache can bear, per method and memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvcompress.measure.serving.simulation import Outcome, Server, simulate
 from kvcompress.measure.serving_simulation import highest_rate
 
 SHARE = 0.9  # of all requests that must meet both targets
+FALL = 0.8  # from rate to rate on the way down to the highest that is met
 QUANTILES = tuple(range(0, 101, 2))  # of the distributions that figures draw
 CURVE = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # times a memory, in hit curves
 
@@ -58,6 +59,7 @@ def by_rate(requests: Sequence[Request], costs: MethodCosts, server: Server, tar
         1.5 * peak / own,
         SHARE,
         steps,
+        FALL,
     )
     return factor * own
 
@@ -117,7 +119,7 @@ def compare(
     Args:
         base: the side that others are compared with, the full cache.
         rate: that load, requests per second; None: what the full cache can bear, its goodput.
-        steps: halvings of each goodput.
+        steps: halvings of each goodput, between the highest rate that is met and the one above it.
 
     Returns:
         by name `goodput_rate`, its ratio to the base's, `at` (figures at the same load), `reuse`, `ratio`, `unlimited`

@@ -1,4 +1,4 @@
-"""The memory of one serving instance: what running requests hold, and what is kept of earlier prompts for reuse."""
+"""Cache pool of one serving instance: what running requests hold, and what is kept of earlier prompts for reuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method's requests cost: bytes, and fits of measured seconds that say how good they are and where they end."""
+"""Costs of a method's requests: bytes, and fits of measured seconds that say how good they are and where they end."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[l
         del active[int(solved.argmin())]
     spread = float(((wanted - wanted.mean()) ** 2).sum())
     error = float(((wanted - table @ found) ** 2).sum())
-    return [float(value) for value in found], 1 - error / spread if spread else 1.0
+    varies = spread > 1e-12 * float((wanted**2).sum())  # else all points are one number but for rounding
+    return [float(value) for value in found], 1 - error / spread if varies else 1.0
 
 
 def modelled(measured: MethodCosts, device: str, model: str) -> MethodCosts:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcompress.common.memory import is_oom
 from kvcompress.sweep import record, record_builder
+from kvcompress.sweep.baseline import fill_deltas
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.faults import text_of
 from kvcompress.sweep.launcher.lock import Lock, locked
@@ -170,7 +171,7 @@ class CellRun:
         written = record_builder.build(self.spec, rows, status, error, len(self._order), self._sanity)
         with locked(self.spec.sweep / ".lock"):
             self.folder.finish(record.readable_record(written))
-            record.fill_deltas(self.spec.sweep, self.spec.run_id)
+            fill_deltas(self.spec.sweep, self.spec.run_id)
         written = self.folder.record() or written
         return self.set_outcome(written["status"], written, last_line(written["error"]), fresh=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvcompress.common import strict_json
 from kvcompress.common.atomic_files import read_plain
 from kvcompress.sweep import record
+from kvcompress.sweep.baseline import fill_deltas
 from kvcompress.sweep.disk import written as written_to
 from kvcompress.sweep.launcher.lock import clear_locks, locked
 
@@ -28,7 +29,7 @@ def note_cells(sweep: Path, cells: Mapping[str, Mapping[str, Any]]) -> None:
         with locked(sweep / ".lock"):
             record.clear_left(sweep)
             clear_locks(sweep)
-            record.fill_deltas(sweep, "")  # which a killed process may have left to do
+            fill_deltas(sweep, "")  # which a killed process may have left to do
             known = noted_cells(sweep)
             if not cells.keys() <= known.keys():
                 record.write_json(sweep / CELLS_FILE, {"layout": LAYOUT, "cells": known | dict(cells)})
