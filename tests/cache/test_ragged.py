@@ -111,7 +111,7 @@ def test_the_triton_kernel_decodes_what_torch_decodes(monkeypatch):
     found = []
     for usable in (False, True):
         monkeypatch.setattr(triton_decode, "usable", lambda q, usable=usable: usable)
-        with compress(small_model(), AdaKV(budget=12, window=3)) as session:
+        with compress(small_model(num_hidden_layers=2), AdaKV(budget=12, window=3)) as session:
             session.prefill(ids, attention_mask=mask)
             assert any(isinstance(layer.store, RaggedStore) for layer in session.cache.full_layers)
             logits = [session.step(random_ids(2, 1, seed)) for seed in range(2)]

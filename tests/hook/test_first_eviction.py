@@ -16,7 +16,7 @@ from kvcompress.methods import METHODS, Full
 from kvcompress.models.tokenizers import remember_tokenizer
 
 LENGTHS = [22, 13]
-STEPS = 8
+STEPS = 5
 
 
 def original(name, budget):

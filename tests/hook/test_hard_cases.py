@@ -282,7 +282,7 @@ def test_queries_that_lost_all_they_saw_say_nothing(name, chunk):
     """Chunks shorter than the window, at a small share: scores stay numbers when a query's every key is gone."""
     method = as_published(name, 0.1).replace(prefill=Chunked(chunk), schedule=Schedule(every=5))
     with compress(small_model(), method) as session:
-        session.prefill(random_ids(1, 40))
+        session.prefill(random_ids(1, 32))
         session.generate(8)
         assert session.cache.kept_tokens().double().mean() < 12
 

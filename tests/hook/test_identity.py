@@ -13,7 +13,7 @@ from small_models import ARCHITECTURES, LATENT, left_padded, random_ids, small_m
 from kvcompress import compress
 from kvcompress.methods import METHODS, Full, SnapKV, StreamingLLM
 
-PROMPT, NEW = 10, 18
+PROMPT, NEW = 10, 12
 BATCHES = {"one": [PROMPT], "padded": [PROMPT, 4, 7]}
 OTHERS = [name for name in EXACT if name not in REPRESENTATIVE]
 OF_EACH = [*thinned(REPRESENTATIVE, list(BATCHES), every=2), *grid(OTHERS, BATCHES, short=lambda *_: False)]
@@ -49,7 +49,7 @@ def stock_greedy(model, ids, mask, steps):
     ("name", "batch"), grid(EXACT, BATCHES, short=lambda name, batch: batch == "padded" or name in ("SnapKV", "H2O"))
 )
 def test_session_prefill_and_generate_equal_the_stock_model(name, batch):
-    """Prompt logits and three times the prompt of greedy tokens are the stock model's."""
+    """Prompt logits and more greedy tokens than the prompt has are the stock model's."""
     model = stock()
     ids, mask = left_padded(BATCHES[batch])
     tokens, logits = expected_of(batch)

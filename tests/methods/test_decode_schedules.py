@@ -137,7 +137,7 @@ def test_under_an_interval_it_keeps_what_the_loop_keeps(member, budget):
 
 @pytest.mark.parametrize(
     ("name", "align"),
-    grid(EVICTING, ["row", "total"], short=lambda name, align: align == "row" or name in REPRESENTATIVE),
+    grid(EVICTING, ["row", "total"], short=lambda name, align: align == "row" or name in ("H2O", "AdaKV")),
 )
 def test_every_method_holds_the_cap_and_less_than_an_interval_more(name, align):
     """Whatever the allocator gave each head, all rows go back to their prompt's counts when their turn comes."""
