@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import EVICTING, REPRESENTATIVE, as_published, grid, make
+from reference import LoopSnapKV
 from small_models import random_ids, small_model
+from test_references import follow
 from transformers import DynamicCache
 
 from kvcompress import compress
@@ -132,6 +134,11 @@ def test_the_window_of_a_decode_schedule_holds_appended_queries():
         session.append(random_ids(1, 10, 1))
         session.step(random_ids(1, 1, 2))
         assert session.cache.layers[1].queries.positions.tolist() == [[31, 32, 33, 34]]
+
+
+def test_a_window_beyond_the_prompt_counts_its_first_query_too():
+    options = {"window": 16, "kernel": 1}
+    follow(SnapKV(budget=0.5, **options), LoopSnapKV, lengths=[9, 6], later=(), **options)
 
 
 @torch.no_grad()

@@ -27,7 +27,8 @@ from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
 from kvcompress.hook import evictor
-from kvcompress.method import Chunked, OneShot, Schedule
+from kvcompress.method import Chunked, Method, OneShot, Schedule
+from kvcompress.method.budget import protect
 from kvcompress.methods import H2O, METHODS, TOVA, SnapKV, StreamingLLM
 
 MODEL = small_model(num_hidden_layers=2)
@@ -251,6 +252,15 @@ def test_a_share_too_small_for_sinks_and_window_is_clamped_and_counted():
     with compress(MODEL, SnapKV(budget=0.5, window=4)) as session:
         session.prefill(random_ids(1, 30))
         assert session.report()["clamped"] is False
+    assert protect(torch.tensor([0, 3]), 1, 0).clamped.tolist() == [True, False]
+    assert not protect(torch.tensor([0, 3]), 0, 0).clamped.any(), "where nothing is protected nothing shrinks"
+
+
+def test_a_method_without_a_scorer_drops_nothing_whatever_its_budget():
+    with compress(MODEL, Method(budget=0.5)) as session:
+        session.prefill(random_ids(1, 12))
+        session.generate(3)
+        assert session.report()["evicted"] == 0 and session.cache.kept_tokens().unique().tolist() == [14]
 
 
 def test_the_sum_of_h2o_mass_is_the_number_of_queries():
@@ -278,6 +288,12 @@ def test_slots_emptied_in_place_change_nothing(name, monkeypatch):
             session.generate(3)
             held.append((session.cache.kept_tokens().tolist(), all_held(session)))
     assert held[0] == held[1] == held[2]
+
+
+def test_a_protected_slot_stays_where_all_others_score_infinitely():
+    counts, blocked = torch.tensor([[3]]), torch.tensor([[[False, True, True, True, True]]])
+    step = evictor.IncrementalEvictor(counts, counts, blocked, torch.tensor([[[1]]]), 1)
+    assert step.choose(torch.tensor([[[float("inf"), float("inf"), 1.0]]])).item() == 1
 
 
 @pytest.mark.parametrize("name", EVICTING)

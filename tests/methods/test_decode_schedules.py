@@ -203,3 +203,4 @@ def test_the_family_has_a_schedule_of_its_own_beside_the_common_one():
         replaced = named.replace(schedule=Schedule(every=128, align="total"))
         assert replaced.parts().names()["schedule"] == "prompt+every128(total)"
     assert RKV(budget=64).parts().names()["schedule"] == "prompt+every128"
+    assert str(Schedule(prompt=False)) == "never"
