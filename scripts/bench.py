@@ -445,7 +445,7 @@ def serving(args: argparse.Namespace) -> int:
     from kvcompress.measure.serving.measured_costs import Plan
 
     console, missed = Console(), False
-    made, rows = list[serving.MethodCosts](), list[serving.Agreement]()
+    made, rows = list[serving.Measured](), list[serving.Agreement]()
     batches = _numbers("batches", args.batches)
     plan = Plan(
         _numbers("lengths", args.lengths), batches=batches, steps=args.steps, rounds=args.rounds, warmup=args.warmup
@@ -455,8 +455,9 @@ def serving(args: argparse.Namespace) -> int:
     with measuring.threads(args.threads):
         facts = measuring.hardware(model.device)
         if args.command == "serving-costs":
-            for costs in serving.measure(model, tokenizer, methods, plan, args.seed):
-                made.append(costs)
+            for one_method in serving.measure(model, tokenizer, methods, plan, args.seed):
+                made.append(one_method)
+                costs = one_method.costs
                 console.print(f"{costs.shown()}; {costs.ratio:.3f} of the bytes, reuse {costs.reuse}", highlight=False)
                 write(args, facts, made, "costs")
             return 0

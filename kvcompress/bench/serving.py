@@ -40,7 +40,7 @@ def costs_of(method: Method, found: Sequence[measured_costs.Points], model: Any)
 
 def measure(
     model: Any, tokenizer: Any, methods: Mapping[str, Method], plan: measured_costs.Plan, seed: int = 0
-) -> Iterator[MethodCosts]:
+) -> Iterator[Measured]:
     """Costs of each method, one after another; rounds of a method are not shared with others."""
     ids = prompt_ids(tokenizer, max(plan.lengths), "random", seed)
     for method in methods.values():
@@ -49,7 +49,18 @@ def measure(
             with compress(model, method, "auto", tokenizer) as session:
                 points = measured_costs.points(session, ids, plan)
             found += [points] if number >= 0 else []
-        yield costs_of(method, found, model)
+        yield Measured(costs_of(method, found, model), measured_costs.medians(found))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A method's costs and the medians over rounds that they were fitted through."""
+
+    costs: MethodCosts
+    points: Mapping[str, Sequence[Sequence[float]]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.costs.as_dict() | {"points": self.points}
 
 
 @dataclass(frozen=True)

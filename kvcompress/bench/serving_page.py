@@ -25,7 +25,8 @@ def read_costs(path: Path) -> tuple[dict[str, MethodCosts], Mapping[str, Any]]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = {one["name"]: MethodCosts.of(one) for one in content["costs"]}
+        told = [{key: value for key, value in one.items() if key != "points"} for one in content["costs"]]
+        found = {one["name"]: MethodCosts.of(one) for one in told}
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: no file of `scripts/bench.py serving-costs` ({error})") from error
     if "full" not in found:

@@ -49,7 +49,8 @@ def test_points_of_a_known_machine_give_its_costs_back():
     found = Points()
     for n in (64, 128, 256):
         for p in (0, n // 2):
-            found.prompts[n, p] = 0.1 + 2e-3 * (n - p) + 1e-6 * (n * n - p * p) + 5e-4 * p, 1e-4 * n
+            pairs = (n - p) ** 2 + 2 * 0.25 * p * (n - p)  # a quarter of the prefix is left to attend to
+            found.prompts[n, p] = 0.1 + 2e-3 * (n - p) + 1e-6 * pairs + 5e-4 * p, 1e-4 * n
         for rows in (1, 4):
             found.steps[n, rows] = 0.05 + 0.01 * rows + 1e-5 * rows * n / 4, rows * n / 4
         for g in (1, 9):
@@ -59,13 +60,20 @@ def test_points_of_a_known_machine_give_its_costs_back():
     assert costs.compress == pytest.approx((0.0, 1e-4), abs=1e-9) and costs.token_bytes == pytest.approx(40)
     assert costs.held.at(100, 5) == pytest.approx(1200) and costs.kept.at(100, 5) == pytest.approx(30)
     assert costs.read_ratio == pytest.approx(1.0) and min(costs.r2.values()) > 0.999
-    assert costs.prefill_s(100, 40) == pytest.approx(0.1 + 0.12 + 1e-6 * 8400 + 0.02 + 0.01)
+    assert costs.prefill_s(100, 40) == pytest.approx(0.1 + 0.12 + 1e-6 * (3600 + 1200) + 0.02 + 0.01)
     assert costs.ranges["prompt"] == (64, 256) and costs.extrapolated(300, 4, 10) == ["prompt"]
+
+
+def test_chunks_of_a_prompt_behind_a_reused_prefix_add_up_to_the_whole_of_it():
+    costs = changed(reuse="whole", kept={"fixed": 0, "per_prompt": 0.25, "per_output": 1}, prefill=(0.0, 1e-3, 1e-6, 0.0))
+    parts = costs.compute_s(40, 60, 40) + costs.compute_s(60, 100, 40)
+    assert parts == pytest.approx(costs.prefill_s(100, 40))
+    assert changed(prefill=(0.0, 1e-3, 1e-6, 0.0)).compute_s(40, 100, 40) == pytest.approx(0.06 + 1e-6 * 8400)
 
 
 @pytest.mark.parametrize("name", ["Full", "SnapKV", "KIVI", "Quest", "CacheBlend"])
 def test_a_session_yields_bytes_that_its_report_counts(name):
-    method = make(name, 8 if name == "Quest" else 0.5)
+    method = make(name, 16 if name == "Quest" else 0.5)
     with compress(small_model(), method) as session:
         found = measured_costs.points(session, list(range(5, 53)), PLAN)
     assert set(found.prompts) == {(24, 0), (24, 12), (48, 0), (48, 24)}

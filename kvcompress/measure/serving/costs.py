@@ -34,7 +34,8 @@ class MethodCosts:
         reuse: as of `Method.cache_reuse`.
         held: bytes of a request's cache; kept: tokens that a decode step attends to, mean over layers and heads.
         token_bytes: of a token in the full cache; layers: of the model.
-        prefill: c0, c1, c2, c3 of `c0 + c1 (n - p) + c2 (n² - p²) + c3 p` seconds of a prompt of n tokens of which p are reused.
+        prefill: c0, c1, c2, c3 of `c0 + c1 (n - p) + c2 a + c3 p` seconds of a prompt of n tokens of which p are reused, with
+            a as of `attended`.
         compress: k0, k1 of `k0 + k1 n` seconds, over what is new of a "prefix" method and over all of a "whole" one.
         step: s0, s1, s2 of `s0 + s1 · rows + s2 · kept tokens of all rows`.
         read_ratio: bytes that a step reads over those of as many kept tokens in the full cache.
@@ -71,10 +72,16 @@ class MethodCosts:
         """Bytes of a prompt token over those of the full cache."""
         return self.held.per_prompt / self.token_bytes
 
-    def compute_s(self, start: float, end: float) -> float:
-        """Seconds of the model's work on prompt tokens `start` to `end`."""
+    @property
+    def prefix_kept(self) -> float:
+        """Share of a reused prefix's tokens that new tokens attend to: what an eviction method left of it."""
+        return min(1.0, self.kept.per_prompt) if self.reuse == "whole" and self.store == "compressed" else 1.0
+
+    def compute_s(self, start: float, end: float, reused: float = 0) -> float:
+        """Seconds of the model's work on prompt tokens `start` to `end`, of a prompt of which the first `reused` were there."""
         c0, c1, c2, _ = self.prefill
-        return c0 + c1 * (end - start) + c2 * (end * end - start * start)
+        kept = self.prefix_kept
+        return c0 + c1 * (end - start) + c2 * (attended(end, reused, kept) - attended(start, reused, kept))
 
     def compress_s(self, prompt: float, reused: float) -> float:
         """Seconds of compressing a prompt."""
@@ -83,7 +90,7 @@ class MethodCosts:
 
     def prefill_s(self, prompt: float, reused: float = 0) -> float:
         """Seconds of a prompt by itself, compression included."""
-        return self.compute_s(reused, prompt) + self.prefill[3] * reused + self.compress_s(prompt, reused)
+        return self.compute_s(reused, prompt, reused) + self.prefill[3] * reused + self.compress_s(prompt, reused)
 
     def step_s(self, rows: int, kept: float) -> float:
         """Seconds of a decode step."""
@@ -119,6 +126,16 @@ class MethodCosts:
         """How well the fits hold, in words."""
         fits = ", ".join(f"{name} {value:.3f}" for name, value in self.r2.items())
         return f"{self.name} ({self.source}): R² {fits or '–'}"
+
+
+def attended(end: float, reused: float, kept: float) -> float:
+    """Pairs of tokens, twice over, that attention meets from token `reused` to `end` of a prompt: n² - p² where all is kept.
+
+    Args:
+        kept: share of the reused tokens that are still there.
+    """
+    new = end - reused
+    return new * new + 2 * kept * reused * new
 
 
 def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:

@@ -315,7 +315,7 @@ class Engine:
 
     def _chunk_s(self, job: Job, tokens: int) -> float:
         end, whole = job.progress + tokens, job.request.input + (job.generated if job.held_up else 0)
-        seconds = self.costs.compute_s(job.progress, end)
+        seconds = self.costs.compute_s(job.progress, end, job.hit)
         if job.progress == job.hit:
             seconds += self.costs.prefill[3] * job.hit
         return seconds + (self.costs.compress_s(whole, job.hit) if end == whole else 0.0)

@@ -17,7 +17,7 @@ from kvcompress.common.memory import release
 from kvcompress.measure import footprint
 from kvcompress.measure.latency import FULL, OURS, again, batch_ids
 from kvcompress.measure.measuring import synchronize, timed
-from kvcompress.measure.serving.costs import Line, MethodCosts, fit
+from kvcompress.measure.serving.costs import Line, MethodCosts, attended, fit
 from kvcompress.measure.timing import Laps, in_turn
 from kvcompress.method import Method
 from kvcompress.method.budget import is_unlimited
@@ -164,7 +164,9 @@ def costs(name: str, reuse: Any, found: Sequence[Points], layers: int, store: st
     steps = {key: [median(one.steps[key][i] for one in found) for i in (0, 1)] for key in found[0].steps}
     held, r2 = found[-1].held, {}
     token_bytes = median(full / (n + g) for (n, g), (_, _, _, full) in held.items())
-    columns = [[1.0, n - p, n * n - p * p, p] for n, p in prompts]
+    lines = [_line({key: value[index] for key, value in held.items()}) for index in (0, 1)]
+    left = min(1.0, lines[1].per_prompt) if reuse == "whole" else 1.0
+    columns = [[1.0, n - p, attended(n, p, left), p] for n, p in prompts]
     prefill, r2["prefill"] = fit(columns, [seconds for seconds, _ in prompts.values()])
     whole = reuse == "whole"
     spent = {n if whole else n - p: max(1e-9, seconds) for (n, p), (_, seconds) in prompts.items() if not (whole and p)}
@@ -172,7 +174,6 @@ def costs(name: str, reuse: Any, found: Sequence[Points], layers: int, store: st
     step, r2["step"] = fit(
         [[1.0, rows, kept] for (_, rows), (_, kept) in steps.items()], [s for s, _ in steps.values()]
     )
-    lines = [_line({key: value[index] for key, value in held.items()}) for index in (0, 1)]
     read = median(read / (kept * token_bytes) for _, kept, read, _ in held.values())
     ranges = {
         "prompt": (float(min(n for n, _ in prompts)), float(max(n for n, _ in prompts))),
@@ -194,6 +195,17 @@ def costs(name: str, reuse: Any, found: Sequence[Points], layers: int, store: st
         r2=r2,
         ranges=ranges,
     )
+
+
+def medians(found: Sequence[Points]) -> dict[str, list[list[float]]]:
+    """What the fits go through: (tokens, reused, seconds, of compressing), and (tokens, rows, seconds of a step, kept)."""
+    return {
+        name: [
+            [*key, *(median(getattr(one, name)[key][i] for one in found) for i in (0, 1))]
+            for key in getattr(found[0], name)
+        ]
+        for name in ("prompts", "steps")
+    }
 
 
 def _line(points: dict[tuple[int, int], float]) -> Line:
