@@ -314,6 +314,15 @@ def test_line_breaks_compress_and_the_end_of_thinking_stops_it():
         assert session.cache.sequence.closed is None and session.cache.kept_tokens().unique().tolist() == [12]
 
 
+def test_a_line_break_that_is_fed_to_a_row_that_has_ended_cuts_nothing():
+    schedule = Schedule(newline=True, newline_ids=(7,))
+    with compress(small_model(), RKV(budget=12, window=3, schedule=schedule)) as session:
+        session.prefill(random_ids(2, 19).clamp(min=10))
+        session.step(torch.tensor([[20], [20]]))
+        session.step(torch.tensor([[7], [7]]), real=torch.tensor([True, False]))
+        assert session.cache.kept_tokens()[0, :, 0].tolist() == [12, 13]
+
+
 class Words:
     """A tokenizer of a few words."""
 
