@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import EVICTING, REPRESENTATIVE, as_published, grid, make
-from reference import LoopSnapKV
 from small_models import random_ids, small_model
-from test_references import follow
 from transformers import DynamicCache
 
 from kvcompress import compress
+from kvcompress.cache.query_window import QueryWindow
 from kvcompress.method import Chunked, Needs, Schedule
 from kvcompress.methods import H2O, TOVA, Full, SnapKV, StreamingLLM
 from kvcompress.methods.streaming_llm import RecencyScorer
@@ -136,9 +136,12 @@ def test_the_window_of_a_decode_schedule_holds_appended_queries():
         assert session.cache.layers[1].queries.positions.tolist() == [[31, 32, 33, 34]]
 
 
-def test_a_window_beyond_the_prompt_counts_its_first_query_too():
-    options = {"window": 16, "kernel": 1}
-    follow(SnapKV(budget=0.5, **options), LoopSnapKV, lengths=[9, 6], later=(), **options)
+def test_remembered_queries_are_the_last_real_ones_on_whatever_side_padding_lies():
+    at = torch.tensor([[0, 1, 2, -1, -1], [-1, 0, 1, 2, 3]])
+    forward = SimpleNamespace(on=lambda name, device: at, real=at >= 0)
+    window = QueryWindow.of(None, at.view(2, 1, 5, 1).float(), forward, 3)
+    assert window.positions.tolist() == [[0, 1, 2], [1, 2, 3]]
+    assert window.queries.flatten().tolist() == [0, 1, 2, 1, 2, 3]
 
 
 @torch.no_grad()

@@ -65,7 +65,9 @@ def test_points_of_a_known_machine_give_its_costs_back():
 
 
 def test_chunks_of_a_prompt_behind_a_reused_prefix_add_up_to_the_whole_of_it():
-    costs = changed(reuse="whole", kept={"fixed": 0, "per_prompt": 0.25, "per_output": 1}, prefill=(0.0, 1e-3, 1e-6, 0.0))
+    costs = changed(
+        reuse="whole", kept={"fixed": 0, "per_prompt": 0.25, "per_output": 1}, prefill=(0.0, 1e-3, 1e-6, 0.0)
+    )
     parts = costs.compute_s(40, 60, 40) + costs.compute_s(60, 100, 40)
     assert parts == pytest.approx(costs.prefill_s(100, 40))
     assert changed(prefill=(0.0, 1e-3, 1e-6, 0.0)).compute_s(40, 100, 40) == pytest.approx(0.06 + 1e-6 * 8400)
