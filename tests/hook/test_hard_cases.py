@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import EVICTING, REPRESENTATIVE, as_published, grid, make
+from helpers import EVICTING, REPRESENTATIVE, all_held, as_published, grid, make
 from small_models import random_ids, small_model
 from transformers import DynamicCache
 
@@ -142,6 +142,23 @@ def test_remembered_queries_are_the_last_real_ones_on_whatever_side_padding_lies
     window = QueryWindow.of(None, at.view(2, 1, 5, 1).float(), forward, 3)
     assert window.positions.tolist() == [[0, 1, 2], [1, 2, 3]]
     assert window.queries.flatten().tolist() == [0, 1, 2, 1, 2, 3]
+
+
+def test_a_row_that_paused_for_a_step_keeps_what_it_keeps_without_a_pause():
+    """The gap that it leaves among the most recent slots is none of the tokens that are protected."""
+    model, ids, tokens = small_model(), random_ids(2, 20), random_ids(2, 9, 1)
+    with compress(model, H2O(budget=8)) as session:
+        session.prefill(ids)
+        for t in range(9):
+            session.step(tokens[:, t : t + 1], real=torch.tensor([True, t != 2]))
+        paused = all_held(session)
+    with compress(model, H2O(budget=8)) as session:
+        session.prefill(ids[1:])
+        for t in (0, 1, *range(3, 9)):
+            session.step(tokens[1:, t : t + 1])
+        assert {layer: rows[1] for layer, rows in paused.items()} == {
+            i: rows[0] for i, rows in all_held(session).items()
+        }
 
 
 @torch.no_grad()
