@@ -179,6 +179,9 @@ def test_a_decode_schedule_works_without_compressing_the_prompt():
         assert session.cache.kept_tokens().unique().tolist() == [24]
         session.generate(4)
         assert session.cache.kept_tokens().unique().tolist() == [10]
+        session.prefill(random_ids(2, 24))
+        session.step(random_ids(2, 1), real=torch.tensor([True, False]))
+        assert session.cache.kept_tokens()[0, :, 0].tolist() == [10, 24], "a row that gets no token is not looked at"
 
 
 @torch.no_grad()
