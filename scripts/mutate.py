@@ -139,6 +139,7 @@ TOPICS = (
             "tests/methods/test_lowrank.py",
             "tests/cache/test_codecs.py",
             "tests/cache/test_codec_reader_seams.py",
+            "tests/hook/test_identity.py",
             "tests/hook/test_invariants.py",
         ),
     ),
@@ -163,7 +164,12 @@ TOPICS = (
     ),
 )
 
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "kvcompress/cache/incremental_evictor.py::IncrementalEvictor.choose: scores.device.type == 'cpu' and "
+    "bool(lowest.isnan().any()) -> (scores.device.type == 'cpu' or bool(lowest.isnan().any()))": (
+        "on a CPU what is checked a second time is no NaN; on a GPU a look more is taken, which shows in time alone"
+    ),
+}
 """Mutants that change nothing that could be seen, by `Mutant.key`, with the reason: the next one is taken instead."""
 
 SWAPPED = {

@@ -33,6 +33,8 @@ def examples(few: int, many: int) -> int:
 # One method for each way in which methods differ for cache, hooks and layouts: observed window, mass and eviction in
 # every step, compact positions, ragged heads, layers that wait for each other, a forward of its own.
 REPRESENTATIVE = ("SnapKV", "H2O", "StreamingLLM", "AdaKV", "CAKE", "KVzip")
+# Of all methods: every layout, codec and reader of pages comes up
+OTHERWISE_HELD = (*REPRESENTATIVE, *CODED, "Quest", "FlexiCache", "ShadowKV", "DuoAttention")
 
 
 def grid(*axes: Iterable[Any], short: Callable[..., bool]) -> list[Any]:

@@ -42,13 +42,12 @@ def mask_of(chosen: Tensor, lengths: list[int], size: int, columns: int) -> Tens
 
 def loop_bounds(queries: list[Tensor], keys: Tensor, size: int, reduce: str, width: float = 1.0) -> list[float]:
     """Score of every page of `keys [n, D]`, reduced over the queries: `width` of the way from its middle to its bound."""
-    found = []
+    asked, found = torch.stack(queries), []
     for start in range(0, len(keys), size):
         page = keys[start : start + size]
-        low, high = page.min(0).values, page.max(0).values
-        upper = [float(torch.maximum(q * low, q * high).sum()) for q in queries]
-        middle = [float((q * low + q * high).sum()) / 2 for q in queries]
-        bounds = [m + width * (u - m) for m, u in zip(middle, upper, strict=True)]
+        low, high = asked * page.min(0).values, asked * page.max(0).values
+        upper, middle = torch.maximum(low, high).sum(1), (low + high).sum(1) / 2
+        bounds = (middle + width * (upper - middle)).tolist()
         found.append(sum(bounds) / len(bounds) if reduce == "mean" else max(bounds))
     return found
 

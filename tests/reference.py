@@ -220,7 +220,7 @@ class Loop:
         visible = [c for c in columns if c <= at]
         for g in range(group):
             q = query[h * group + g, at - offset]
-            logits = torch.stack([(q * key[h, c]).sum() * features.scaling for c in visible]).float()
+            logits = ((q * key[h, visible]).sum(-1) * features.scaling).float()
             if features.softcap is not None:
                 logits = features.softcap * torch.tanh(logits / features.softcap)
             if features.sinks is not None:

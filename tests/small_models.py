@@ -74,14 +74,15 @@ _made: dict[str, Made] = {}  # arguments of small_model -> the model of this pro
 _used: set[str] = set()  # those handed out since `altered` was last asked
 
 
-def small_model(architecture: str = "llama", *, fresh: bool = False, **options: Any) -> Any:
+def small_model(architecture: str = "llama", *, fresh: bool = False, twin: bool = False, **options: Any) -> Any:
     """A seeded random model of `build`, made once per process and shared: read-only, a test that alters it fails.
 
-    `fresh=True` for a model of the caller's own: to alter it, or to run two of the same kind at the same time.
+    `fresh=True` for a model of the caller's own, to alter it; `twin=True` for a second shared one of the same kind, to
+    run beside the first.
     """
     if fresh:
         return build(architecture, **options)
-    key = repr((architecture, sorted(options.items())))
+    key = repr((architecture, twin, sorted(options.items())))
     if key not in _made:
         model = build(architecture, **options)
         _made[key] = Made(model, state_of(model), torch.get_rng_state())

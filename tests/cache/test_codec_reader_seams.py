@@ -51,7 +51,7 @@ class RoundTripCache(DynamicCache):
 
 def test_a_codec_holds_codes_and_attention_sees_what_it_returns():
     """A prompt equals the stock model, a later one and decode the stock model over decoded codes; int8 is stored."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, more = random_ids(1, 20), random_ids(1, 8, 1)
     with torch.no_grad():
         cache = RoundTripCache()
@@ -119,7 +119,7 @@ class FirstAndLast(Reader):
 
 def test_a_reader_decides_what_a_decode_query_attends_to():
     """Decode steps equal the reference that shows first and last; longer forwards read all; nothing is lost."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     lengths = [16, 9]
     ids, mask = left_padded(lengths)
     tokens, question = random_ids(2, 6, 1), random_ids(2, 3, 2)

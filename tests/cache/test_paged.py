@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(60, 120), deadline=None)
 @given(
     counts=st.lists(st.integers(1, 21), min_size=1, max_size=2),
     ragged=st.booleans(),

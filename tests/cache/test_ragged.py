@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import all_held, make
+from helpers import all_held, examples, make
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
@@ -29,12 +29,12 @@ def column(store, position, n=1, width=8):
 
 @pytest.mark.parametrize("counts", [[[700, 90, 300]], [[5, 0], [40, 1]], [[130, 130]]])
 def test_growth_keeps_every_token_and_stays_near_what_is_held(counts):
-    """300 tokens one by one, then several at once of which some rows have none: in order, with a bounded waste."""
+    """Many tokens one by one, then several at once of which some rows have none: in order, with a bounded waste."""
     store = store_of(counts)
     expected = [[store.get("keys")[b, h][store.get("positions")[b, h] >= 0] for h in range(len(counts[0]))]
                 for b in range(len(counts))]  # fmt: skip
     moves, last = 0, None
-    for step in range(300):
+    for step in range(examples(150, 300)):
         new = column(store, 10_000 + step)
         store.append(new, None, torch.ones(len(counts), dtype=torch.long))
         moves, last = moves + (store.channels["keys"].data_ptr() != last), store.channels["keys"].data_ptr()
@@ -68,13 +68,13 @@ def test_rows_are_reordered_with_their_holes():
 
 @pytest.mark.parametrize("name", ["AdaKV", "CAKE", "H2O", "TOVA", "StreamingLLM"])
 def test_at_the_cap_decode_moves_no_memory(name):
-    """In 80 steps that each add and drop one token per head, a batch's buffers move a few times, not at every step."""
+    """In many steps that each add and drop one token per head, a batch's buffers move a few times, not at every step."""
     ids, mask = left_padded([60, 41])
     moves, kinds = 0, set()
     with compress(small_model(), make(name, 25, schedule=Schedule(every=1))) as session:
         session.prefill(ids, attention_mask=mask)
         last = [None] * 3
-        for _ in range(80):
+        for _ in range(examples(40, 80)):
             session.generate(1)
             for i, layer in enumerate(session.cache.full_layers):
                 pointer = next(iter(layer.store.channels.values())).data_ptr()
@@ -84,7 +84,7 @@ def test_at_the_cap_decode_moves_no_memory(name):
         sizes = session.cache.nbytes()
         tokens = sizes["full"] // int(session.cache.real.sum())
         assert sizes["allocated"] <= 1.25 * sizes["valid"] + 64 * 2 * (tokens + 4 * 3 * 2)
-    assert moves <= 3 * 12
+    assert moves <= 3 * examples(8, 12)
     assert ("ragged" in kinds) == (name == "AdaKV")
 
 
@@ -111,10 +111,10 @@ def test_the_triton_kernel_decodes_what_torch_decodes(monkeypatch):
     found = []
     for usable in (False, True):
         monkeypatch.setattr(triton_decode, "usable", lambda q, usable=usable: usable)
-        with compress(small_model(), AdaKV(budget=12, window=3)) as session:
+        with compress(small_model(num_hidden_layers=2), AdaKV(budget=12, window=3)) as session:
             session.prefill(ids, attention_mask=mask)
             assert any(isinstance(layer.store, RaggedStore) for layer in session.cache.full_layers)
-            logits = [session.step(random_ids(2, 1, seed)) for seed in range(4)]
+            logits = [session.step(random_ids(2, 1, seed)) for seed in range(2)]
             found.append((torch.stack(logits), all_held(session)))
             assert ("triton" in session.report()["kernel"]) == usable
     assert (found[0][0] - found[1][0]).abs().max() <= 1e-5 and found[0][1] == found[1][1]

@@ -21,7 +21,10 @@ from kvcompress.method import Chunked, OneShot
 BUDGET, CHUNK = 24, 16
 
 
-def most_held(name, architecture="llama", length=100, **options):
+LENGTH = 70
+
+
+def most_held(name, architecture="llama", length=LENGTH, **options):
     """The most keys and values held at any layer call, in tokens of all full-attention layers, and how often looked."""
     model = small_model(architecture, **options)
     with compress(model, make(name, BUDGET, prefill=Chunked(CHUNK))) as session:
@@ -41,7 +44,7 @@ def test_no_more_than_budget_and_chunk_is_ever_held(name):
     uniform = make(name, BUDGET).parts().allocator.uniform
     waste = 0 if uniform else max(LANE, (BUDGET + CHUNK) * (DENSE_WASTE - 1))
     assert valid <= BUDGET + CHUNK and allocated <= BUDGET + CHUNK + waste
-    assert valid > BUDGET and samples >= 2 * 5 * (100 // CHUNK)
+    assert valid > BUDGET and samples >= 2 * 5 * (LENGTH // CHUNK)
 
 
 @pytest.mark.parametrize("name", every_method())
@@ -60,7 +63,8 @@ def test_without_a_limit_chunks_change_nothing(name):
 @pytest.mark.parametrize("name", every_method(["SnapKV", "H2O"], short=["SnapKV"]))
 def test_a_prompt_four_times_as_long_fits_where_one_at_once_does(name):
     """Peak memory of 8,192 tokens in chunks stays below that of 2,048 at once, with the same budget."""
-    model = small_model(hidden_size=512, head_dim=64, intermediate_size=1024, groups=1, max_position_embeddings=8192)
+    sizes = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 1024, "num_hidden_layers": 2}
+    model = small_model(groups=1, max_position_embeddings=8192, **sizes)
     growth = []
     for length, prefill in ((2048, OneShot()), (8192, Chunked(256))):
         with compress(model, make(name, 256, prefill=prefill)) as session, PeakMemory() as memory:

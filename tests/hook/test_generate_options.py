@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers import thinned
 from small_models import random_ids, small_model
 from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
@@ -40,8 +41,9 @@ def state(model):
     }
 
 
-@pytest.mark.parametrize("options", FIELDS, ids=lambda options: next(iter(options)))
-@pytest.mark.parametrize("where", ["argument", "generation_config", "model.generation_config"])
+@pytest.mark.parametrize(
+    ("options", "where"), thinned(FIELDS, ["argument", "generation_config", "model.generation_config"], every=3)
+)
 def test_an_option_is_refused_by_name_wherever_it_is_set(options, where):
     model, ids, name = small_model(fresh=True), random_ids(1, 16), next(iter(options))
     if where == "model.generation_config":

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import EVICTING, REPRESENTATIVE, as_published, grid, make
+from helpers import EVICTING, REPRESENTATIVE, all_held, as_published, grid, make
 from small_models import random_ids, small_model
 from transformers import DynamicCache
 
 from kvcompress import compress
+from kvcompress.cache.query_window import QueryWindow
 from kvcompress.method import Chunked, Needs, Schedule
 from kvcompress.methods import H2O, TOVA, Full, SnapKV, StreamingLLM
 from kvcompress.methods.streaming_llm import RecencyScorer
@@ -107,7 +109,7 @@ def test_right_padded_rows_continue_after_their_last_real_token():
         assert session.generate(6).tokens[0] == both[1]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", grid(range(5), short=(0, 1).__contains__))
 @torch.no_grad()
 def test_pooling_does_not_see_empty_slots_between_tokens(seed):
     """A turn padded in front keeps what the row keeps alone: neighbours are neighbours among real tokens."""
@@ -134,6 +136,31 @@ def test_the_window_of_a_decode_schedule_holds_appended_queries():
         assert session.cache.layers[1].queries.positions.tolist() == [[31, 32, 33, 34]]
 
 
+def test_remembered_queries_are_the_last_real_ones_on_whatever_side_padding_lies():
+    at = torch.tensor([[0, 1, 2, -1, -1], [-1, 0, 1, 2, 3]])
+    forward = SimpleNamespace(on=lambda name, device: at, real=at >= 0)
+    window = QueryWindow.of(None, at.view(2, 1, 5, 1).float(), forward, 3)
+    assert window.positions.tolist() == [[0, 1, 2], [1, 2, 3]]
+    assert window.queries.flatten().tolist() == [0, 1, 2, 1, 2, 3]
+
+
+def test_a_row_that_paused_for_a_step_keeps_what_it_keeps_without_a_pause():
+    """The gap that it leaves among the most recent slots is none of the tokens that are protected."""
+    model, ids, tokens = small_model(), random_ids(2, 20), random_ids(2, 9, 1)
+    with compress(model, H2O(budget=8)) as session:
+        session.prefill(ids)
+        for t in range(9):
+            session.step(tokens[:, t : t + 1], real=torch.tensor([True, t != 2]))
+        paused = all_held(session)
+    with compress(model, H2O(budget=8)) as session:
+        session.prefill(ids[1:])
+        for t in (0, 1, *range(3, 9)):
+            session.step(tokens[1:, t : t + 1])
+        assert {layer: rows[1] for layer, rows in paused.items()} == {
+            i: rows[0] for i, rows in all_held(session).items()
+        }
+
+
 @torch.no_grad()
 def test_queries_are_kept_only_as_long_as_a_scorer_may_ask_for_them():
     """A method that compresses prompts alone holds no queries while it decodes."""
@@ -152,6 +179,9 @@ def test_a_decode_schedule_works_without_compressing_the_prompt():
         assert session.cache.kept_tokens().unique().tolist() == [24]
         session.generate(4)
         assert session.cache.kept_tokens().unique().tolist() == [10]
+        session.prefill(random_ids(2, 24))
+        session.step(random_ids(2, 1), real=torch.tensor([True, False]))
+        assert session.cache.kept_tokens()[0, :, 0].tolist() == [10, 24], "a row that gets no token is not looked at"
 
 
 @torch.no_grad()
@@ -276,14 +306,14 @@ def test_generate_in_chunks_takes_left_padded_rows():
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), grid(EVICTING, [3, 16], short=lambda name, chunk: chunk == 16 or name in REPRESENTATIVE)
+    ("name", "chunk"), grid(EVICTING, [3, 16], short=lambda name, chunk: chunk == (3 if name in REPRESENTATIVE else 16))
 )
 def test_queries_that_lost_all_they_saw_say_nothing(name, chunk):
     """Chunks shorter than the window, at a small share: scores stay numbers when a query's every key is gone."""
     method = as_published(name, 0.1).replace(prefill=Chunked(chunk), schedule=Schedule(every=5))
     with compress(small_model(), method) as session:
-        session.prefill(random_ids(1, 60))
-        session.generate(12)
+        session.prefill(random_ids(1, 32))
+        session.generate(8)
         assert session.cache.kept_tokens().double().mean() < 12
 
 

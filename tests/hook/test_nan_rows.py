@@ -18,7 +18,7 @@ from kvcompress.sweep import batches
 BROKEN = 7  # a token whose embedding is NaN
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model():
     model = small_model(fresh=True)
     model.get_input_embeddings().weight.data[BROKEN] = math.nan

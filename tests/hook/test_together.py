@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from helpers import make
+from helpers import grid, make
 from small_models import random_ids, small_model
 
 from kvcompress import compress
@@ -60,7 +60,7 @@ def assert_same(one, other):
                 assert value == found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "glm4", "smollm3"])
+@pytest.mark.parametrize("architecture", grid(["llama", "glm4", "smollm3"], short=("llama", "glm4").__contains__))
 def test_tokens_reports_positions_and_logits_equal_those_of_sessions_alone(architecture, ids):
     model = small_model(architecture)
     names = ("SnapKV", "PyramidKV", "AdaKV", "Knorm", "Random") if architecture == "llama" else ("SnapKV", "AdaKV")
@@ -118,7 +118,7 @@ def test_a_job_that_raises_ends_alone(ids):
 def test_a_joint_step_that_fails_leaves_each_to_decode_alone(ids, monkeypatch, after, caplog):
     model = small_model()
     shared = prefill_once(model, ids, Needs(window=3))
-    chosen = methods("SnapKV", "AdaKV")
+    chosen = methods("SnapKV", "AdaKV")[::2]
     expected = [alone(model, method, shared, ids) for method in chosen]
     calls, stock = [], model.model.layers[1].forward
 

@@ -61,11 +61,11 @@ def case(batch, kv, group, n, held, dim, dtype=torch.float32, device="cpu", seed
 @pytest.mark.parametrize(
     ("sizes", "group", "dtype"),
     grid(
-        [(5, 0), (200, 0), (70, 0), (33, 150), (1, 300)],
+        [(5, 0), (100, 0), (70, 0), (33, 150), (1, 300)],
         [1, 3, 4],
         [torch.float32, torch.bfloat16],
         short=lambda sizes, group, dtype: (
-            (group == 3 or sizes == (33, 150)) and (dtype == torch.float32 or sizes == (70, 0))
+            (group == 3) == (sizes != (33, 150)) and (dtype == torch.float32) == (sizes != (70, 0))
         ),
     ),
 )
@@ -85,7 +85,7 @@ def test_the_kernel_sums_what_a_dense_softmax_gives(sizes, group, dtype):
 
 @needs_triton
 @interpreted
-@settings(max_examples=examples(8, 25), deadline=None)
+@settings(max_examples=examples(6, 25), deadline=None)
 @given(
     kv=st.integers(1, 2),
     group=st.integers(1, 4),
@@ -130,7 +130,7 @@ def test_sinks_are_refused():
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_prompt_and_a_later_chunk_collect_what_the_blockwise_kernel_collects(padded, monkeypatch):
     """H2O's sums and logits through the GPU's path, interpreted, beside the path of a CPU."""
-    model = small_model()
+    model = small_model(num_hidden_layers=1)
     ids = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     if padded:
@@ -153,7 +153,7 @@ def test_a_prompt_and_a_later_chunk_collect_what_the_blockwise_kernel_collects(p
     expected, logits, kernel = run()
     monkeypatch.setattr(triton_mass, "usable", lambda q, features: features.plain)
     found, after, used = run()
-    assert (kernel, used) == ("blockwise", "sdpa+triton") and len(found) == len(expected) >= 6
+    assert (kernel, used) == ("blockwise", "sdpa+triton") and len(found) == len(expected) == 2
     assert (logits - after).abs().max() <= 1e-4
     assert all((a - b).abs().max() <= 1e-4 for a, b in zip(expected, found, strict=True))
 

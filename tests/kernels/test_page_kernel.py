@@ -47,7 +47,7 @@ def stored(counts, size, shared, draw, dim=16):
     return store
 
 
-@settings(max_examples=examples(12, 40), deadline=None)
+@settings(max_examples=examples(8, 40), deadline=None)
 @given(
     counts=st.lists(st.integers(1, 150), min_size=1, max_size=2),
     ragged=st.booleans(),

@@ -65,6 +65,7 @@ def test_a_constant_group_has_scale_and_codes_zero():
     assert not codes.any() and not scale.any() and (zero == 1.5).all()
 
 
-def test_numbers_beyond_float16_stay_finite():
-    codes, scale, zero = quantise(torch.tensor([1e6, -1e6, 0.0, 1.0]), 4, dim=0)
+@pytest.mark.parametrize("numbers", [[1e6, -1e6, 0.0, 1.0], [-65485.0, 0.0]])  # the second lies above its nearest
+def test_numbers_at_and_beyond_the_end_of_float16_stay_finite(numbers):
+    codes, scale, zero = quantise(torch.tensor(numbers), 4, dim=0)
     assert dequantise(codes, scale, zero).isfinite().all()

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvcompress import compress
 from kvcompress.method import Chunked, Method, Needs, Schedule, Scorer
 from kvcompress.methods import StreamingLLM
+from kvcompress.models.rotation import Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,15 @@ def test_queries_before_rotation_are_what_the_projection_gave(architecture):
             assert positions.tolist() == [[*range(14)], [-1] * 5 + [*range(9)]]
             difference = (before.flatten(1, 2) - raw[layer][-1]).abs().amax((1, 3))
             assert difference[real].max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("style", "pairs"), [("half", [(0, 2), (1, 3)]), ("interleaved", [(0, 1), (2, 3)])], ids=["half", "interleaved"]
+)
+def test_a_style_says_which_channels_turn_together(style, pairs):
+    turned = Rotation(style, torch.tensor([1.0, 0.1])).rotate(torch.eye(4)[None, None], torch.full((1, 1, 4), 3))
+    for pair in pairs:
+        assert all(turned[0, 0, channel].nonzero().flatten().tolist() == list(pair) for channel in pair)
 
 
 def test_rotating_ahead_by_one_is_what_the_model_does_next():

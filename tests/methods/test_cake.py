@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from helpers import all_held
+from helpers import all_held, examples, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Choice, LoopSnapKV, best
@@ -109,8 +109,7 @@ class LoopCAKE(LoopSnapKV):
 OPTIONS = {"window": 4, "kernel": 5, "pooling": "avg"}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [9, 0.4])
+@pytest.mark.parametrize(("sizes", "budget"), thinned(SIZES, [9, 0.4], every=2))
 def test_the_cascade_ends_where_one_decision_over_all_layers_ends(sizes, budget):
     """Layer budgets and kept positions of every head, in two rows of different length, then in decode."""
     loop = follow(
@@ -197,7 +196,7 @@ def test_other_scorers_and_other_windows_take_the_allocator():
 weights_and_room = st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 60)), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 @given(layers=weights_and_room, total=st.integers(0, 400))
 def test_proportional_is_exact_and_equals_handing_out_one_by_one(layers, total):
     weights, room = [max(w, 1e-6) for w, _ in layers], [r for _, r in layers]
@@ -213,7 +212,7 @@ def test_proportional_is_exact_and_equals_handing_out_one_by_one(layers, total):
                 assert weights[i] / (a + 0.5) == pytest.approx(weights[j] / (expected[j] + 0.5))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 @given(layers=weights_and_room, total=st.integers(0, 400))
 def test_a_cascade_never_wants_a_token_back(layers, total):
     """One more layer at the same total leaves every other with what it had or less."""
@@ -225,7 +224,7 @@ def test_a_cascade_never_wants_a_token_back(layers, total):
         before = counts
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50, 100), deadline=None)
 @given(layers=st.lists(st.floats(0, 40), min_size=1, max_size=12))
 def test_largest_remainders_add_up(layers):
     total = round(sum(layers))

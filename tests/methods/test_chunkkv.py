@@ -85,7 +85,7 @@ def test_it_keeps_what_the_loop_keeps(sizes, extra, budget):
 
 def test_a_prompt_in_chunks_keeps_what_the_loop_keeps():
     """Pieces of a prompt need not end where chunks end."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded([33, 21])
     for extra in ({}, {"reuse": 3}):
         options = {**OPTIONS, **extra}

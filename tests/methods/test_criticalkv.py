@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import all_held, thinned
+from helpers import all_held, grid, thinned
 from reference import Choice, LoopH2O, LoopSnapKV, best
 from small_models import ARCHITECTURES, left_padded, random_ids, small_model
 from test_adakv import LoopAdaKV
-from test_references import SIZES, compare, follow
+from test_references import SIZES, THREE, compare, follow
 
 from kvcompress import compress
 from kvcompress.hook import observed
@@ -105,25 +105,25 @@ def test_it_keeps_what_the_loop_keeps(sizes, budget, extra):
     )
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", grid(SIZES, short=lambda sizes: sizes in ({}, THREE)))
 def test_with_budgets_per_head_it_keeps_what_the_loop_keeps(sizes):
     """Ada hands out by attention; each head then has its two stages within its own number (CriticalAdaKV)."""
     method = CriticalKV(budget=10, allocator=Ada(), epsilon=0.0, **OPTIONS)
     follow(method, LoopCriticalAdaKV, sizes=sizes, lengths=[33, 21], later=(1, 1), **OPTIONS)
     with (
         compress(small_model(**sizes), method) as session,
-        compress(small_model(**sizes, fresh=True), AdaKV(budget=10, **OPTIONS)) as other,
+        compress(small_model(**sizes, twin=True), AdaKV(budget=10, **OPTIONS)) as other,
     ):
         ids = random_ids(1, 33)
         assert torch.equal(session.prefill(ids).cache.kept_tokens(), other.prefill(ids).cache.kept_tokens())
         assert sizes or all_held(session) != all_held(other)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("groups", grid([1, 2, 4], short=[2].__contains__))
 def test_over_accumulated_attention_it_keeps_what_the_loop_keeps_in_decode_too(groups):
     """Two stages with a decode schedule: one token per head and step, which neither stage wants."""
     method = CriticalKV(budget=8, base="h2o", schedule=Schedule(every=1))
-    follow(method, LoopCriticalH2O, groups=groups, later=(1,) * 20 + (7, 1, 1))
+    follow(method, LoopCriticalH2O, groups=groups, later=(1,) * 10 + (7, 1, 1))
 
 
 def test_it_takes_the_last_querys_attention_too():
@@ -134,7 +134,7 @@ def test_it_takes_the_last_querys_attention_too():
 
 
 def test_a_prompt_in_chunks_keeps_what_the_loop_keeps():
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded([33, 21])
     with compress(model, CriticalKV(budget=13, prefill=Chunked(chunk=11), **OPTIONS)) as session:
         session.prefill(ids, attention_mask=mask)

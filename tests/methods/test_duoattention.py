@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers import all_held, feed
+from helpers import all_held, examples, feed, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Choice, Loop
@@ -79,8 +79,7 @@ class LoopDuo(Loop):
             self.choices[layer, b, h] = Choice(set(row[h]), {}, set(row[h]))
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [8, 0.25, 0.5])
+@pytest.mark.parametrize(("sizes", "budget"), thinned(SIZES, [8, 0.25, 0.5], every=3))
 def test_it_keeps_what_the_loop_keeps(sizes, budget):
     """A batch of a whole and a left-padded row, decode and a later turn: kept positions and logits."""
     order = head_order("random", small_model(**sizes))
@@ -96,7 +95,7 @@ def test_the_loop_agrees_for_other_shares_and_without_sinks(share):
     follow(method, LoopDuo, later=(1,) * 6, order=order, **options)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 @given(
     cap=st.integers(1, 60),
     more=st.integers(0, 200),

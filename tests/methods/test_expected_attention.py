@@ -7,7 +7,7 @@ from math import exp
 
 import pytest
 import torch
-from helpers import all_held
+from helpers import all_held, thinned
 from reference import Choice, Loop, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, SIZES, compare, follow
@@ -30,6 +30,7 @@ class LoopExpectedAttention(Loop):
     value_norm: bool = True
     epsilon: float = 0.0
     interval: int | None = None
+    hooks: list = field(default_factory=list)
     raw: dict[int, torch.Tensor] = field(default_factory=dict)
     queries: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
@@ -37,7 +38,13 @@ class LoopExpectedAttention(Loop):
         super().__post_init__()
         for i, layer in enumerate(self.model.model.layers):
             module = getattr(layer.self_attn, "q_norm", layer.self_attn.q_proj)
-            module.register_forward_hook(lambda _m, _a, out, i=i: self.raw.__setitem__(i, out))
+            hook = module.register_forward_hook(lambda _m, _a, out, i=i: self.raw.__setitem__(i, out))
+            self.hooks.append(hook)
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        for hook in self.hooks:
+            hook.remove()
 
     def observe(self, layer, b, query, key, features, row, new, offset):
         if query.shape[1] == 1 and self.interval is None:  # the prompt is over
@@ -98,8 +105,7 @@ class LoopExpectedAttention(Loop):
 OPTIONS = [{}, {"covariance": False}, {"value_norm": False}, {"epsilon": 0.5}]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("sizes", "options"), thinned(SIZES, OPTIONS, every=4))
 def test_it_keeps_what_the_loop_keeps(sizes, options):
     """Batch of a whole and a left-padded row, a later turn and decode, one to four query heads per KV head."""
     method = ExpectedAttention(budget=BUDGET, sinks=2, ahead=AHEAD, **options)
@@ -144,7 +150,7 @@ def test_in_decode_every_query_since_the_prompt_began_counts(interval):
 @pytest.mark.parametrize("chunk", [5, 8])
 def test_chunks_keep_what_the_loop_keeps(chunk):
     """Queries of every chunk count, also of those after which nothing was evicted."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded([24, 15])
     method = ExpectedAttention(budget=12, sinks=2, ahead=AHEAD, prefill=Chunked(chunk=chunk))
     with compress(model, method) as session, LoopExpectedAttention(twin, 12) as loop:

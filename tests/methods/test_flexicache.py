@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import examples
 from pages_reference import attended, loop_top, mask_of, watch
 from reference import MaskedReference
 from small_models import left_padded, random_ids, small_model
@@ -55,9 +56,9 @@ def scheduled(steps, prompt, k, rerank, stable, ranked_at):
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 2)])
 @torch.no_grad()
-def test_attended_pages_equal_the_schedule_over_200_steps(heads, monkeypatch):
+def test_attended_pages_equal_the_schedule_over_many_steps(heads, monkeypatch):
     """For stable and unstable heads in one layer: ranks at 1, 16, 32, …, in effect one step later; last page, tail pages."""
-    model, steps, prompt, k = sized(heads), 200, 37, 4
+    model, steps, prompt, k = sized(heads), examples(50, 200), 37, 4
     seen = watch(monkeypatch, FlexiCacheReader)
     with compress(model, mixed(k * SIZE, ((True, False), (True, True)))) as session:
         session.prefill(random_ids(1, prompt))
@@ -78,7 +79,7 @@ def test_attended_pages_equal_the_schedule_over_200_steps(heads, monkeypatch):
             assert attended(mine[t][1][0, kv]) == pages_of, (layer, kv, t + 1)
             assert (prompt + t) // SIZE in pages_of, "the last page is always attended"
         if stable:
-            assert len({frozenset(x) for x in wanted}) > 10
+            assert len({frozenset(x) for x in wanted}) > steps // 20
             assert max(len(x) for x in wanted) <= k + -(-16 // SIZE) + 1
 
 
@@ -105,7 +106,7 @@ def test_with_a_budget_of_all_pages_it_equals_the_full_cache(heads):
 @torch.no_grad()
 def test_what_it_returns_is_attention_over_the_chosen_pages(monkeypatch):
     """Through promotions and demotions, logits equal a stock model's whose masks show the chosen pages only."""
-    model, twin, lengths = small_model(), small_model(fresh=True), [41, 28]
+    model, twin, lengths = small_model(), small_model(twin=True), [41, 28]
     ids, mask = left_padded(lengths)
     seen = watch(monkeypatch, FlexiCacheReader)
     with compress(model, mixed(12, ((True, False), (True, True), (False, True)), rerank=3)) as session:
@@ -144,7 +145,7 @@ def test_one_rank_per_step_is_quest_with_the_group_maximum_one_step_late(width):
 
 
 @torch.no_grad()
-def test_the_host_copy_is_the_full_cache_bit_for_bit_through_500_promotions(monkeypatch):
+def test_the_host_copy_is_the_full_cache_bit_for_bit_through_many_promotions(monkeypatch):
     """At every step: full pages on the host, and what both tiers hold together, equal what the model made."""
     model, made = sized((2, 2), layers=1, max_position_embeddings=2048), []
     append = PagedStore.append
@@ -157,7 +158,7 @@ def test_the_host_copy_is_the_full_cache_bit_for_bit_through_500_promotions(monk
     with compress(model, mixed(4 * SIZE, ((True, True),), rerank=1)) as session:
         session.prefill(random_ids(1, 60))
         keys, values = (x.clone() for x in session.cache.keys_values(0))
-        for t in range(220):
+        for t in range(examples(60, 220)):
             before = len(made)
             session.step(random_ids(1, 1, t))
             if len(made) == before:  # the first step is stored before there are pages
@@ -174,7 +175,7 @@ def test_the_host_copy_is_the_full_cache_bit_for_bit_through_500_promotions(monk
                 assert torch.equal(copied, whole[:, :, : full * SIZE])
             assert all(torch.equal(a, b) for a, b in zip(layer.keys_values(), (keys, values), strict=True))
         promoted = int(host.moved["promoted"].sum()) // host.page_bytes
-    assert promoted >= 500
+    assert promoted >= examples(100, 500)
     assert int(host.moved["written"].sum() + host.moved["prompt"].sum()) == full * 2 * host.page_bytes, "once per page"
 
 

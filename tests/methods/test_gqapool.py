@@ -39,7 +39,7 @@ class PooledCache(DynamicCache):
 @pytest.mark.parametrize(("groups", "pool"), [(2, 2), (1, 2), (1, 4)])
 def test_attention_sees_the_means(groups, pool):
     """A later turn and decode equal the stock model over a cache of means."""
-    model, twin = small_model(groups=groups), small_model(groups=groups, fresh=True)
+    model, twin = small_model(groups=groups), small_model(groups=groups, twin=True)
     ids, more, cache = random_ids(1, 20), random_ids(1, 6, 1), PooledCache(pool)
     with torch.no_grad():
         twin(ids, cache=cache)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers import thinned
 from reference import Choice, LoopH2O, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, LOPSIDED, SIZES, Lopsided, compare, follow
@@ -59,8 +60,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize(("sizes", "options"), thinned(SIZES, SETTINGS, every=4))
 def test_options_keep_what_the_loop_keeps(sizes, options):
     """In the prompt of a padded batch, in decode and in a later turn, mass fades by one factor per query of the row."""
     later = (1, 1, 1, 1, 7, 1, 1)
@@ -76,7 +76,7 @@ def test_mass_fades_where_heads_hold_different_numbers():
 @pytest.mark.parametrize("options", SETTINGS)
 def test_a_prompt_in_chunks_keeps_what_the_loop_keeps(options):
     """Mass carries over, and fades, from chunk to chunk, also where a chunk gives a padded row nothing."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded([24, 9])
     with compress(model, H2O(budget=BUDGET, prefill=Chunked(chunk=8), **options)) as session:
         session.prefill(ids, attention_mask=mask)

@@ -17,7 +17,7 @@ from kvcompress.methods.indexer import IndexerReader
 @torch.no_grad()
 def test_it_reads_the_tokens_of_the_largest_attention_summed_over_heads(architecture, monkeypatch):
     """Against a stock model's own queries and keys, masked as the steps before; rows with padding too."""
-    model, twin, lengths, k = small_model(architecture), small_model(architecture, fresh=True), [24, 15], 6
+    model, twin, lengths, k = small_model(architecture), small_model(architecture, twin=True), [24, 15], 6
     ids, mask = left_padded(lengths)
     seen = watch(monkeypatch, IndexerReader)
     with compress(model, Indexer(budget=k)) as session:

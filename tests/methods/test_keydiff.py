@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import thinned
 from reference import Choice, Loop, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, SIZES, compare, follow
@@ -40,8 +41,7 @@ class LoopKeyDiff(Loop):
             self.choices[layer, b, h] = Choice(set(row[h]), scores, guarded)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [BUDGET, 0.3])
+@pytest.mark.parametrize(("sizes", "budget"), thinned(SIZES, [BUDGET, 0.3], every=2))
 def test_it_keeps_what_the_loop_keeps(sizes, budget):
     """In prompt, decode and a later turn the anchor is that of the keys still held."""
     follow(KeyDiff(budget=budget), LoopKeyDiff, sizes=sizes, later=(1, 1, 1, 9, 1, 1))
@@ -55,7 +55,7 @@ def test_sinks_and_a_window_can_be_protected():
 @pytest.mark.parametrize("lengths", [[24, 15], [31, 24]])
 def test_a_prompt_in_blocks_keeps_what_the_loop_keeps_block_by_block(lengths):
     """After each block what is held is cut to the budget; no more than budget and block is ever held."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded(lengths)
     width = ids.shape[1]
     with compress(model, KeyDiff(budget=BUDGET, block=8)) as session, LoopKeyDiff(twin, BUDGET) as loop:

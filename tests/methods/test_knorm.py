@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers import thinned
 from reference import Choice, Loop, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, SIZES, compare, follow
@@ -43,8 +44,7 @@ def first_layers(cap, real, skip, layers):
     return counts
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [BUDGET, 0.25, 0.5])
+@pytest.mark.parametrize(("sizes", "budget"), thinned(SIZES, [BUDGET, 0.25, 0.5], every=3))
 def test_it_keeps_what_the_loop_keeps(sizes, budget):
     """Batch of a whole and a left-padded row, a later turn and decode."""
     follow(Knorm(budget=budget, skip_layers=0), LoopKnorm, sizes=sizes, later=(1, 1, 9, 1), lengths=[24, 15])
@@ -53,7 +53,7 @@ def test_it_keeps_what_the_loop_keeps(sizes, budget):
 @pytest.mark.parametrize("budget", [0.1, 0.5, 10])
 def test_the_first_layers_are_kept_within_the_same_total(budget):
     """Equal totals: what the first layers get is missing in the others, as the loop counts it."""
-    model, twin = (small_model(num_hidden_layers=5, fresh=fresh) for fresh in (False, True))
+    model, twin = (small_model(num_hidden_layers=5, twin=twin) for twin in (False, True))
     ids, mask = left_padded([40, 21])
     with compress(model, Knorm(budget=budget)) as session, LoopKnorm(twin, budget, skip_layers=2) as loop:
         loop.layers = session.full_layers

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers import thinned
 from reference import Choice, Loop, best
 from small_models import random_ids, small_model
 from test_references import SIZES, follow
@@ -65,16 +66,14 @@ class LoopLagKV(Loop):
             self.choices[layer, b, h] = Choice(set(row[h]), scores, guarded)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("options", [{}, {"value_weight": 0.0}, {"cross": True}])
+@pytest.mark.parametrize(("sizes", "options"), thinned(SIZES, [{}, {"value_weight": 0.0}, {"cross": True}], every=3))
 def test_it_keeps_what_the_loop_keeps(sizes, options):
     """Several chunks, two rows, decode until `lag` more tokens have come, twice, and a later turn."""
     options = {"sinks": 2, "lag": 3, **options}
     follow(LagKV(budget=10, **options), LoopLagKV, sizes=sizes, later=(*[1] * 8, 7, 1, 1), **options)
 
 
-@pytest.mark.parametrize("budget", [0.1, 0.3, 0.5, 12])
-@pytest.mark.parametrize("lag", [2, 4, 9])
+@pytest.mark.parametrize(("budget", "lag"), thinned([0.1, 0.3, 0.5, 12], [2, 4, 9], every=3))
 def test_lags_of_any_length_and_small_shares_keep_what_the_loop_keeps(budget, lag):
     """The lag shrinks where the budget cannot hold it, and where no two chunks fit the latest are kept."""
     options = {"sinks": 1, "lag": lag}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers import thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import LoopSnapKV
@@ -72,8 +73,7 @@ class LoopPyramidKV(LoopSnapKV):
 OPTIONS = {"window": 3, "kernel": 3}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("budget", [8, 0.3])
+@pytest.mark.parametrize(("sizes", "budget"), thinned(SIZES, [8, 0.3], every=2))
 def test_it_keeps_what_the_loop_keeps(sizes, budget):
     """Two rows of different length, five layers, decoded tokens appended."""
     follow(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import drawn_filters
-from helpers import load_script
+from helpers import load_script, thinned
 from reference import Choice, Loop, MaskedReference, best
 from small_models import left_padded, random_ids, small_model
 from test_references import BUDGET, SIZES, follow
@@ -39,8 +39,10 @@ class LoopQFilters(Loop):
             self.choices[layer, b, h] = Choice(set(row[h]), scores, recent)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("options", [{"window": 3}, {"preset": "kvpress"}, {"preset": "kvpress", "window": 2}])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    thinned(SIZES, [{"window": 3}, {"preset": "kvpress"}, {"preset": "kvpress", "window": 2}], every=3),
+)
 def test_it_keeps_what_the_loop_keeps(sizes, options):
     """Batch of a whole and a left-padded row, a later turn and decode, with eviction in decode and without."""
     method = QFilters(budget=BUDGET, **options)
@@ -80,7 +82,7 @@ def loop_filters(model, texts):
 def test_filters_are_the_first_singular_vectors_of_the_queries(groups):
     """Joined over texts, padding left out, signed towards the queries, averaged over a KV head's query heads."""
     ids, mask = left_padded([20, 13])
-    model, twin = small_model(groups=groups), small_model(groups=groups, fresh=True)
+    model, twin = small_model(groups=groups), small_model(groups=groups, twin=True)
     expected = loop_filters(twin, [(ids[:1], mask[:1]), (random_ids(2, 9, 4), torch.ones(2, 9, dtype=torch.long))])
     found = calibrate(model, [ids[:1], random_ids(2, 9, 4)])
     for (layer, head), direction in expected.items():

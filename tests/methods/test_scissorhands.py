@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import thinned
 from reference import Choice, Loop
 from small_models import random_ids, small_model
 from test_references import SIZES, follow
@@ -68,8 +69,10 @@ class LoopScissorhands(Loop):
 OPTIONS = {"history": 9, "recent": 3, "drop": 4}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("extra", [{}, {"rule": "above"}, {"rule": "sum", "group_reduce": "max"}, {"history": 400}])
+@pytest.mark.parametrize(
+    ("sizes", "extra"),
+    thinned(SIZES, [{}, {"rule": "above"}, {"rule": "sum", "group_reduce": "max"}, {"history": 400}], every=4),
+)
 def test_it_keeps_what_the_loop_keeps(sizes, extra):
     """At prompt end, every few decoded tokens and in a later turn, by the votes of the last queries."""
     options = {**OPTIONS, **extra}

@@ -34,7 +34,7 @@ def loop_channels(query, keys, real, window, kept):
 @pytest.mark.parametrize("pruned", [0.25, 0.5, 0.8])
 def test_the_channels_held_are_those_a_loop_finds(groups, pruned):
     """Per row and KV head of a left-padded batch."""
-    model, twin = small_model(groups=groups), small_model(groups=groups, fresh=True)
+    model, twin = small_model(groups=groups), small_model(groups=groups, twin=True)
     ids, mask = left_padded(LENGTHS)
     with compress(model, ThinK(pruned=pruned, window=5)) as session:
         session.prefill(ids, attention_mask=mask)

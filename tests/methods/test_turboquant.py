@@ -84,6 +84,13 @@ def test_products_with_keys_are_unbiased_in_mode_prod_and_shrunk_in_mode_mse():
 
 
 @pytest.mark.parametrize("mode", ["mse", "prod"])
+def test_the_opposite_vector_is_held_as_the_opposite(mode):
+    x, codec = vectors(50, 64), TurboQuantCodec(bits=3, mode=mode)
+    there, back = (codec.decode(codec.encode(y, y, SLOTS), SLOTS)[0] for y in (x, -x))
+    assert torch.allclose(there, -back, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mse", "prod"])
 def test_a_query_taken_to_the_rotated_basis_meets_the_same_products(mode):
     x, q = vectors(50, 64), torch.randn(1, 1, 1, 64)
     codec = TurboQuantCodec(bits=3, mode=mode)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers import make
+from helpers import REPRESENTATIVE, every_method, make, thinned
 from small_models import CharacterTokenizer, random_ids
 from small_models import small_model as shared_model
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`", 
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STATES = ("first", "second", "off")
+OF_WEIGHTS = ("CriticalKV", "LowRank", "CacheBlend")  # read or store what follows from weights
 LIKE = torch.empty(0)
 
 
@@ -80,7 +81,7 @@ def made(name):
     return make(name, 0.5, **({"text": "prose"} if name == "LowRank" else {}))
 
 
-def followed(model, method, segments, steps=4):
+def followed(model, method, segments, steps=3):
     """Logits of a prompt and of some steps."""
     with compress(model, method) as session:
         found = [session.prefill(segments).logits]
@@ -94,7 +95,9 @@ def test_the_adapters_of_these_tests_matter(llama):
     assert min((logits[i] - logits[j]).abs().max() for i, j in ((0, 1), (0, 2), (1, 2))) > 0.1
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize(
+    "name", every_method(sorted(METHODS), short=(*REPRESENTATIVE, *OF_WEIGHTS, "KIVI", "ShadowKV"))
+)
 def test_a_method_on_an_active_and_a_switched_adapter_equals_the_merged_model(llama, name):
     model, plain = llama
     method = made(name)
@@ -103,10 +106,6 @@ def test_a_method_on_an_active_and_a_switched_adapter_equals_the_merged_model(ll
         switch(model, state)
         found = followed(model, method, segments)
         assert (found - followed(plain[state], method, segments)).abs().max() <= 1e-4, state
-
-
-# those that read or store what follows from weights; the others only with --long
-OF_WEIGHTS = ("CriticalKV", "LowRank", "CacheBlend")
 
 
 @pytest.mark.parametrize(
@@ -340,8 +339,7 @@ def test_dropout_in_training_is_refused_by_name():
         compress(model, CriticalKV(budget=0.5))
 
 
-@pytest.mark.parametrize("method", [Full(), Int8()], ids=["full", "int8"])
-@pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(("architecture", "method"), thinned(["deepseek_v2", "deepseek_v3"], [Full(), Int8()], every=2))
 def test_latents_are_read_through_the_adapter_of_the_up_projection(architecture, method):
     model = with_adapters(small_model(architecture), ["kv_b_proj", "o_proj", "kv_a_proj_with_mqa"])
     ids = random_ids(1, 20)

@@ -108,8 +108,14 @@ def test_full_size_configurations_have_their_models_parameters_and_run(name):
 
             from kvcompress.models.random_models import _full_config
 
-            model = AutoModelForCausalLM.from_config(_full_config(name, {}))
-        billions = sum(p.numel() for p in model.parameters()) / 1e9
+            one, two = (
+                sum(
+                    p.numel()
+                    for p in AutoModelForCausalLM.from_config(_full_config(name, {"num_hidden_layers": n})).parameters()
+                )
+                for n in (1, 2)
+            )  # all layers are alike
+        billions = (one + (FULL[name]["num_hidden_layers"] - 1) * (two - one)) / 1e9
         stated = {
             "llama3-8b": 8.03,
             "llama3-1b": 1.24,

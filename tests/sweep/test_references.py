@@ -69,7 +69,7 @@ def follow(
         alone = {"lengths": lengths[:1], "later": later[:3], "seed": seed, "sizes": sizes}
         follow(method, loop_class, architecture=architecture, groups=groups, **alone, **loop_options)
     model, twin = (
-        small_model(architecture, groups=groups, seed=seed, **(sizes or {}), fresh=fresh) for fresh in (False, True)
+        small_model(architecture, groups=groups, seed=seed, **(sizes or {}), twin=twin) for twin in (False, True)
     )
     ids, mask = left_padded(lengths, seed)
     width, adopted, decisions = ids.shape[1], 0, 0
@@ -227,7 +227,7 @@ def test_later_turns_keep_what_the_loop_keeps(rule, budget):
 )
 def test_chunks_keep_what_the_loop_keeps(method, loop_class, options):
     """A prompt in chunks, evicting between them, equals the loop fed chunk by chunk."""
-    model, twin = small_model(), small_model(fresh=True)
+    model, twin = small_model(), small_model(twin=True)
     ids, mask = left_padded([24, 15])
     budget = BUDGET
     with compress(model, method(budget=budget, prefill=Chunked(chunk=8), **options)) as session:
