@@ -11,6 +11,8 @@ from helpers import LONG, load_script
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "new_method.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
 def script():
     return load_script("new_method")
 

@@ -348,7 +348,5 @@ def test_a_run_is_recorded_and_questions_beyond_the_models_positions_are_refused
         tmp_path, "many_shot", [row("many_shot"), row("many_shot") | {"multi_turns": [turn("many_shot", 1, 0), late]}]
     )
     outcome = run("method=full")
-    assert outcome.status == "failed" and "scbench_many_shot.jsonl line 2: sample 1 needs" in outcome.note, (
-        outcome.note
-    )
+    assert outcome.status == "failed" and "scbench_many_shot.jsonl line 2: sample 1 needs" in outcome.note, outcome.note
     assert "2 questions and answers included; the model has" in outcome.note
