@@ -96,7 +96,7 @@ def test_the_data_folder_is_taken_before_the_hub(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(hub, "fetch", lambda source: asked.append(source) or hub.Rows(tuple(ROWS), "abc"))
     assert len(AIME24(data=str(tmp_path)).problems()) == 2
-    assert asked == [("HuggingFaceH4/aime_2024", None, "train", AIME24.revision)]
+    assert asked == [hub.Source("HuggingFaceH4/aime_2024", None, "train", AIME24.revision)]
     assert AIME24(data=str(tmp_path)).provenance() == {
         "data": "hub:HuggingFaceH4/aime_2024:train@abc",
         "revision": "abc",
