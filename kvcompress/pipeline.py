@@ -77,6 +77,8 @@ class CompressedTextGenerationPipeline(Pipeline):
         """
         from kvcompress.methods import method_of
 
+        if budget is not None and method is None:
+            raise ValueError(f"budget={budget} is given without a method: name one, such as method='snapkv'")
         if "press" in settings:
             raise ValueError("press: methods go by the name of method here, such as method=SnapKV(budget=0.25)")
         if question is not None and questions is not None:
@@ -158,11 +160,22 @@ class CompressedTextGenerationPipeline(Pipeline):
         """Token ids of each answer: the context is prefilled and compressed once, each question asked of a copy."""
         from kvcompress.hook.session import compress
         from kvcompress.methods import method_of
+        from kvcompress.models import compat
         from kvcompress.models.loading import eos_ids
 
+        method = method or method_of(None, None, {})
+        if any(isinstance(ids, list) for ids in inputs["questions_ids"]) or len(inputs["context_ids"]) != 1:
+            raise ValueError("batch_size is not 1: each context is compressed by itself; leave batch_size out")
+        limit, longest = compat.max_positions(self.model), max(ids.shape[1] for ids in inputs["questions_ids"])
+        needed = inputs["context_ids"].shape[1] + longest + max_new_tokens
+        if limit is not None and needed > limit and not method.compact_positions:
+            raise ValueError(
+                f"the context, its longest question and max_new_tokens={max_new_tokens} need {needed} positions; the model has "
+                f"{limit}: shorten one of them, or have the context's end cut off with max_context_length"
+            )
         stop = eos_ids(self.model, self.tokenizer)
         answers: list[list[int]] = []
-        with compress(self.model, method or method_of(None, None, {}), tokenizer=self.tokenizer) as session:
+        with compress(self.model, method, tokenizer=self.tokenizer) as session:
             session.prefill(inputs["context_ids"])
             held, last = session.cache, len(inputs["questions_ids"]) - 1
             assert held is not None

@@ -92,6 +92,11 @@ class ZeroScrolls(RowTask):
             elif found[name][1]["input"] != row["input"]:
                 raise ValueError(f"{where}: id {name!r} is that of {found[name][0]}, which has another input")
             answer = self._answer(row.get("output"), where)
+            if answer is None and self.split != "test":
+                raise ValueError(
+                    f"{where}: output is {row.get('output')!r}, and only answers of the test split are hidden: give the answer, "
+                    "leave the row out, or set task.split=test"
+                )
             found[name][1]["outputs"] += [] if answer is None else [answer]
         return list(found.values())
 

@@ -181,5 +181,6 @@ def _latest(outcome: Outcome) -> Mapping[str, Any]:
         found = record.read_record(outcome.folder / "record.json")
     except ValueError:
         return outcome.record
-    scores = {row["id"]: float(row["score"]) for row in record.read_rows(outcome.folder / "samples.jsonl")}
+    rows = record.read_rows(outcome.folder / "samples.jsonl")
+    scores = {row["id"]: float(row["score"]) for row in rows if row["score"] is not None}  # None: its answer is hidden
     return found | interval(found, scores)

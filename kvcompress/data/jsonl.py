@@ -57,7 +57,7 @@ def identifier(value: Any, number: int, where: str) -> str:
     if value is None or value == "":
         return str(number)
     if isinstance(value, int) and not isinstance(value, bool):
-        return str(value or number)
+        return str(value)
     return whole(value, "id", where)
 
 
@@ -71,7 +71,7 @@ def answer(value: Any, field: str, where: str) -> str:
         raise ValueError(f"{where}: {field} must be text or a number, found {_shown(value)}")
     if isinstance(value, str):
         return whole(value, field, where)
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: {field} is {value}, which is no number; give the answer, or leave the row out")
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 

@@ -117,7 +117,7 @@ def _asked(one: Mapping[str, Any], where: str) -> Asked:
         answers = (jsonl.answer(one["answer"], "answer", where),)
     if not all(answer.strip() for answer in answers):
         raise ValueError(f"{where}: an answer is empty; give one, or leave the row out")
-    return Asked(question, answers, where)
+    return Asked(question, tuple(answer.strip() for answer in answers), where)  # outputs are judged without such space
 
 
 def _csv(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -128,9 +128,15 @@ def _csv(path: Path) -> list[tuple[str, dict[str, Any]]]:
         raise ValueError(f"cannot read {path}: {error}") from error
     found: list[tuple[str, dict[str, Any]]] = []
     with _long_cells():
-        reader = csv.reader(io.StringIO(text, newline=""), "excel-tab" if path.suffix.lower() == ".tsv" else "excel")
+        kind = "excel-tab" if path.suffix.lower() == ".tsv" else "excel"
+        reader = csv.reader(io.StringIO(text, newline=""), kind, strict=True)  # else an open quote swallows rows
         try:
             header = [name.strip() for name in next(reader, [])]
+            twice = sorted({name for name in header if header.count(name) > 1})
+            if twice:
+                raise ValueError(
+                    f"{path} line 1: column {', '.join(twice)} is there twice; each needs a name of its own"
+                )
             for fields in ("context", "question"), ("answer", "answers"):
                 lacking = [name for name in fields if name not in header]
                 if lacking and (fields[0] == "context" or len(lacking) == len(fields)):

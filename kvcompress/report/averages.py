@@ -158,4 +158,5 @@ def rank(frame: pd.DataFrame, target: float) -> pd.DataFrame:
 def samples_of(row: Row) -> dict[str, float]:
     """Scores of a row's samples by id, from the folder of its run; nothing where it has none."""
     path = row.get("path")
-    return {} if not path else {one["id"]: float(one["score"]) for one in read_rows(Path(path) / "samples.jsonl")}
+    rows = read_rows(Path(path) / "samples.jsonl") if path else ()
+    return {one["id"]: float(one["score"]) for one in rows if one["score"] is not None}

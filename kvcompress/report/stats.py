@@ -244,18 +244,21 @@ class Pooled(Interval):
     """Several runs as one: the interval is over `distinct` samples, however often each was run.
 
     Attributes:
-        runs, samples: how many, and samples of each at most; distinct: samples by id, in all runs together.
+        runs, samples: how many, and samples of each at most; distinct: samples by id, in all runs together; least: samples
+            of the run that has the fewest.
     """
 
     runs: int
     samples: int
     distinct: int
+    least: int
 
     @property
     def counted(self) -> str:
         """ "5 runs of 2 samples", and whether they are the same ones."""
-        same = self.distinct == self.samples and self.runs > 1
-        return f"{self.runs} runs of {self.samples} samples" + (" (the same)" if same else "")
+        most = "" if self.least == self.samples else "at most "
+        same = self.distinct == self.least == self.samples and self.runs > 1
+        return f"{self.runs} runs of {most}{self.samples} samples" + (" (the same)" if same else "")
 
 
 def pooled(runs: Sequence[Mapping[str, float]]) -> Pooled:
@@ -270,7 +273,8 @@ def pooled(runs: Sequence[Mapping[str, float]]) -> Pooled:
     means = [float(np.mean([run[name] for run in runs if name in run])) for name in ids]
     found = score_interval(means)
     most = max(len(run) for run in runs)
-    return Pooled(found.mean, found.stderr, found.low, found.high, len(runs), most, len(ids))
+    least = min(len(run) for run in runs)
+    return Pooled(found.mean, found.stderr, found.low, found.high, len(runs), most, len(ids), least)
 
 
 # ---------------------------------------------------------------------- ranks

@@ -161,3 +161,22 @@ def test_an_answer_behind_a_thought_scores_one_and_a_cut_off_thought_zero(metric
 def test_illegal_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"task.{next(iter(options))}"):
         JsonLines(file="x.jsonl", **options)
+
+
+def test_an_open_quote_and_a_column_that_is_there_twice_are_refused(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('context,question,answer,id\nc 1,q,7,"1\nc 2,q,8,2\n')
+    with pytest.raises(ValueError, match="no csv"):
+        question_rows.read(path)
+    path.write_text("context,question,answer,answer\nc,q,1,2\n")
+    with pytest.raises(ValueError, match="column answer is there twice"):
+        question_rows.read(path)
+
+
+def test_an_id_of_zero_is_an_id_and_space_around_an_answer_is_none_of_it(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"context": "a", "question": "q", "answer": "Ann ", "id": 1}\n{"context": "b", "question": "q", "answer": "9", "id": 0}\n'
+    )
+    first, second = question_rows.read(path)
+    assert (first.id, second.id) == ("1", "0") and first.asked[0].answers == ("Ann",)
