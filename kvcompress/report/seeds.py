@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvcompress.report import stats
 from kvcompress.report.frame import method_key
 from kvcompress.report.run_index import Entry, budget_of, named, ordered
 from kvcompress.report.table import plain_table, with_interval
+from kvcompress.sweep import stored_config
 
 # what runs have in common that differ in their seed; `protocol.pair` and `seed` are not among it
 SETTING = (
@@ -19,6 +21,7 @@ SETTING = (
     *("protocol.template", "protocol.lengths", "protocol.haystack", "protocol.max_length", "protocol.truncation"),
     *("protocol.think", "protocol.think_tokens", "protocol.sampling", "protocol.data"),
 )
+STORED = ("model", "task", "limit", "dtype", "kernel", "think", "think_tokens")  # likewise, of the stored configuration
 HEAD = ("method", "budget", "score", "runs", "of each")
 LEGEND = "runs that differ in their seed: mean and 95% interval over samples, of which each counts once however often it was run"
 
@@ -35,7 +38,7 @@ def over_seeds(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     for entry in entries:
         record = entry.record
         if record["status"] == "ok" and entry.scores:
-            setting = tuple(str(record.get(key)) for key in SETTING)
+            setting = (*(str(record.get(key)) for key in SETTING), _stored(entry))
             found.setdefault((entry.sweep, *setting, *method_key(record), record["budget"]), []).append(entry)
     rows = []
     for members in found.values():
@@ -53,6 +56,16 @@ def over_seeds(entries: Iterable[Entry]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _stored(entry: Entry) -> str:
+    """The settings of a run beside its seed, as its folder has them; nothing where it has none."""
+    found = stored_config.read(entry.path.parent / "config.yaml") or {}
+    return json.dumps([_unseeded(found.get(key)) for key in STORED], sort_keys=True, default=str)
+
+
+def _unseeded(value: Any) -> Any:
+    return {key: _unseeded(one) for key, one in value.items() if key != "seed"} if isinstance(value, dict) else value
 
 
 def tables(entries: Iterable[Entry]) -> list[tuple[str, list[tuple[str, ...]]]]:

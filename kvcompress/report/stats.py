@@ -107,7 +107,7 @@ def floor(values: np.ndarray, least: float, most: float, level: float = LEVEL) -
     Args:
         least, most: that a value can be.
     """
-    counts = np.unique(np.round(values, 12), return_counts=True)[1]
+    counts = np.unique(np.round(values, 6), return_counts=True)[1]
     if 2 * counts.max() <= len(values):
         return None
     mean, share = float(values.mean()), unseen_share(len(values), level)

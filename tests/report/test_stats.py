@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcompress.report import stats
+from kvcompress.report.run_index import Entry
+from kvcompress.report.seeds import over_seeds
 
 few = st.lists(st.floats(-1, 1, allow_nan=False).map(lambda v: round(v, 3)), min_size=2, max_size=8)
 
@@ -260,3 +262,19 @@ def test_ranks_have_ranges_and_methods_that_cannot_be_told_apart_share_them():
     bad = (draw.random(60) < 0.2).astype(float)
     assert stats.rank_bounds([good, bad, alike]) == [(1, 2), (3, 3), (1, 2)]
     assert stats.rank_bounds([good[:4], bad[:4]]) == [(1, 2), (1, 2)], "four samples rank nothing"
+
+
+def test_runs_that_differ_in_more_than_their_seed_are_no_repetitions(tmp_path):
+    def entry(seed, wording):
+        folder = tmp_path / "sweep" / f"{seed}{wording}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(f"seed: {seed}\ntask: {{name: jsonl, wording: {wording}, seed: {seed}}}\n")
+        record = {"status": "ok", "seed": seed, "method": "full", "budget": 1.0, "score": 0.5, "task": "jsonl", "model": "m"}
+        made = Entry(record, folder / "record.json")
+        made.scores = {"a": 0.0, "b": 1.0}
+        return made
+
+    found = over_seeds([entry(0, "plain"), entry(1, "plain"), entry(2, "other")])
+    assert [row["pooled"].counted for row in found] == ["2 runs of 2 samples (the same)"]
+    shorter = stats.pooled([{"a": 1.0, "b": 0.0}, {"a": 1.0}])
+    assert shorter.counted == "2 runs of at most 2 samples"
