@@ -60,7 +60,8 @@ def _check(task: Task, samples: Sequence[Sample]) -> Sanity:
             continue
         asked += 1
         for kind, texts, wanted in (("right", right, 1.0), ("empty", [""] * len(right), 0.0)):
-            where = f"task {task.name}, sample {sample.id}: the {kind} answer {_shown(texts)}"
+            stands = f"{sample.where}: " if sample.where else ""
+            where = f"{stands}task {task.name}, sample {sample.id}: the {kind} answer {_shown(texts)}"
             try:
                 found = scored(task, sample, texts)
             except (ValueError, ArithmeticError, LookupError, TypeError) as error:
