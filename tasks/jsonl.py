@@ -102,11 +102,19 @@ class JsonLines(Task):
         found = _read(self.path, about.st_mtime_ns, about.st_size)
         if self.question == "hidden":
             return found
-        return tuple(
+        apart = tuple(
             ContextRow(row.id if len(row.asked) == 1 else f"{row.id}.{at}", row.context, (one,), one.where)
             for row in found
             for at, one in enumerate(row.asked, 1)
         )
+        names = dict.fromkeys(row.id for row in apart)
+        if len(names) < len(apart):
+            twice = next(row for row in apart if names.pop(row.id, row) is not None)
+            raise ValueError(
+                f"{twice.where}: question {twice.id!r} has the name of another row: rename that row's id, as each question is a "
+                "sample of its own where task.question=seen"
+            )
+        return apart
 
     def fingerprint(self) -> dict[str, Any]:
         """Which data; every row is read, so that bad ones are refused before a model is loaded."""

@@ -180,3 +180,14 @@ def test_an_id_of_zero_is_an_id_and_space_around_an_answer_is_none_of_it(tmp_pat
     )
     first, second = question_rows.read(path)
     assert (first.id, second.id) == ("1", "0") and first.asked[0].answers == ("Ann",)
+
+
+def test_a_seen_question_whose_name_is_another_rows_id_is_refused(tmp_path):
+    rows = [
+        {"context": "c", "questions": ["q", "r"], "answers": ["x", "y"], "id": "a"},
+        {"context": "d", "question": "q", "answer": "z", "id": "a.1"},
+    ]
+    path = file_of(tmp_path, rows)
+    assert len(JsonLines(file=str(path), question="hidden").rows()) == 2
+    with pytest.raises(ValueError, match="line 2: question 'a.1' has the name of another row"):
+        JsonLines(file=str(path), question="seen").rows()
