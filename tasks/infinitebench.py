@@ -23,6 +23,7 @@ from kvcompress.data.task import Sample, Task, Turn, of_suite
 
 HUB = "xinrongzhang2022/InfiniteBench"
 LONGEST = 128 * 1024  # tokens of a prompt, as published
+LEAST = 16  # tokens of a prompt
 MARGIN = 64  # positions left free beside prompt and answer where max_length follows from the model
 PROMPTS = ("yarn-mistral", "gpt4")
 LETTERS = "ABCD"
@@ -139,7 +140,14 @@ class InfiniteBench(RowTask):
     def limit(self, tokenizer: Any) -> int | None:
         if self.max_length is not None:
             return self.max_length
-        return min(LONGEST, int(min(tokenizer.model_max_length, 1 << 20)) - self.new_tokens({}) - MARGIN)
+        positions, answer = int(min(tokenizer.model_max_length, 1 << 20)), self.new_tokens({})
+        room = min(LONGEST, positions - answer - MARGIN)
+        if room < LEAST:
+            raise ValueError(
+                f"an answer of {answer} tokens leaves {max(0, room)} of the model's {positions} positions for the prompt, at least "
+                f"{LEAST}: set task.max_new_tokens lower, or take a model with more positions"
+            )
+        return room
 
     # ------------------------------------------------------------------ rows
 

@@ -73,8 +73,10 @@ class JsonLines(Task):
             if value is not None and value < least:
                 raise ValueError(f"task.{field}={value}; at least {least}")
         before, found, after = self.wording.partition("{context}")
-        if not found or "{question}" in before or after.count("{question}") != 1:
-            raise ValueError(f"task.wording={self.wording!r}; it needs {{context}}, and {{question}} once after it")
+        if not found or "{question}" in before or after.count("{question}") != 1 or "{context}" in after:
+            raise ValueError(
+                f"task.wording={self.wording!r}; it needs {{context}} once, and {{question}} once after it"
+            )
         if self.metric == MATH and not grading.available():
             raise ValueError("task.metric=math judges with math-verify: pip install 'kvcompress[reasoning]'")
 

@@ -269,7 +269,15 @@ def test_runs_that_differ_in_more_than_their_seed_are_no_repetitions(tmp_path):
         folder = tmp_path / "sweep" / f"{seed}{wording}"
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(f"seed: {seed}\ntask: {{name: jsonl, wording: {wording}, seed: {seed}}}\n")
-        record = {"status": "ok", "seed": seed, "method": "full", "budget": 1.0, "score": 0.5, "task": "jsonl", "model": "m"}
+        record = {
+            "status": "ok",
+            "seed": seed,
+            "method": "full",
+            "budget": 1.0,
+            "score": 0.5,
+            "task": "jsonl",
+            "model": "m",
+        }
         made = Entry(record, folder / "record.json")
         made.scores = {"a": 0.0, "b": 1.0}
         return made

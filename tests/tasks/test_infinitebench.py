@@ -228,3 +228,9 @@ def test_a_run_of_a_file_is_scored_and_one_that_needs_more_positions_is_refused_
     outcome = Scheduler(Console(file=io.StringIO()))(long)
     assert outcome.status == "failed" and "code_debug.jsonl line 2: sample 1 needs" in outcome.note, outcome.note
     assert "positions, answer included; the model has" in outcome.note
+
+
+def test_an_answer_that_leaves_no_room_for_a_prompt_is_refused():
+    task = TASKS["infinitebench/passkey"](max_new_tokens=8120)
+    with pytest.raises(ValueError, match="an answer of 8120 tokens leaves 8 of the model's 8192 positions"):
+        task.limit(byte_tokenizer(8192))
