@@ -23,8 +23,6 @@ from kvcompress.data.task import Sample, Task, Turn, of_suite
 
 HUB = "xinrongzhang2022/InfiniteBench"
 LONGEST = 128 * 1024  # tokens of a prompt, as published
-LEAST = 16  # tokens of a prompt
-MARGIN = 64  # positions left free beside prompt and answer where max_length follows from the model
 PROMPTS = ("yarn-mistral", "gpt4")
 LETTERS = "ABCD"
 
@@ -131,8 +129,8 @@ class InfiniteBench(RowTask):
     def file(self) -> Path | None:
         return None if self.source == "hub" else super().file()
 
-    def hub(self) -> hub.Source:
-        return hub.Source(HUB, None, "", self.revision, f"{self.dataset}.jsonl")
+    def hub(self) -> hub.File:
+        return hub.File(HUB, f"{self.dataset}.jsonl", "", self.revision)
 
     def new_tokens(self, row: Mapping[str, Any]) -> int:
         return self.max_new_tokens or int(self.published["max_new_tokens"])
@@ -140,14 +138,7 @@ class InfiniteBench(RowTask):
     def limit(self, tokenizer: Any) -> int | None:
         if self.max_length is not None:
             return self.max_length
-        positions, answer = int(min(tokenizer.model_max_length, 1 << 20)), self.new_tokens({})
-        room = min(LONGEST, positions - answer - MARGIN)
-        if room < LEAST:
-            raise ValueError(
-                f"an answer of {answer} tokens leaves {max(0, room)} of the model's {positions} positions for the prompt, at least "
-                f"{LEAST}: set task.max_new_tokens lower, or take a model with more positions"
-            )
-        return room
+        return min(LONGEST, prompts.room(tokenizer, self.new_tokens({})))
 
     # ------------------------------------------------------------------ rows
 

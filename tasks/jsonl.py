@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 from kvcompress import metrics
 from kvcompress.common.hashing import content_hash
 from kvcompress.common.prose import Encoder
 from kvcompress.common.tokenization import plain_ids
-from kvcompress.data import grading, prompts, question_rows
+from kvcompress.data import conversation, grading, prompts, question_rows
 from kvcompress.data.haystack import follow_up, prompt_template
 from kvcompress.data.question_rows import Asked, ContextRow
 from kvcompress.data.task import Sample, Task, Turn
@@ -134,8 +133,7 @@ class JsonLines(Task):
 
     def cannot_batch(self) -> str | None:
         several = self.question == "hidden" and any(len(row.asked) > 1 for row in self.rows())
-        alone = self.turns == "independent" or not several
-        return None if alone else f"task.turns={self.turns} leaves answers of different lengths in the cache"
+        return conversation.cannot_batch(self.turns) if several else None
 
     # ------------------------------------------------------------------ samples and scores
 
@@ -203,8 +201,7 @@ class JsonLines(Task):
             self._scored(text, end, turn.references)
             for text, end, turn in zip(out["text"], out["finished"], sample.turns, strict=True)
         ]
-        each = {f"turn_{at}": value for at, value in enumerate(found, 1)} if len(found) > 1 else {}
-        return {"score": fmean(found), **each}
+        return conversation.scores(found) if len(found) > 1 else {"score": found[0]}
 
     def _scored(self, text: str, end: str, references: Sequence[str]) -> float:
         if self.metric == MATH:
@@ -213,11 +210,7 @@ class JsonLines(Task):
 
     def summarise(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Mean score of each place in the order of questions, and how many contexts have one there."""
-        most = max((sum(name.startswith("turn_") for name in row["scores"]) for row in rows), default=0)
-        if not most:
-            return {}
-        scores = [[r["scores"][f"turn_{at}"] for r in rows if f"turn_{at}" in r["scores"]] for at in range(1, most + 1)]
-        return {"score_by_turn": [fmean(one) for one in scores], "n_by_turn": [len(one) for one in scores]}
+        return conversation.by_turn(rows) if any("turn_1" in row["scores"] for row in rows) else {}
 
 
 @lru_cache(maxsize=8)

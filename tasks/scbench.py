@@ -119,8 +119,8 @@ class SCBench(RowTask):
     def file(self) -> Path | None:
         return None if self.source == "hub" else super().file()
 
-    def hub(self) -> hub.Source:
-        return hub.Source(HUB, None, "", self.revision, f"data/scbench_{self.dataset}.jsonl")
+    def hub(self) -> hub.File:
+        return hub.File(HUB, f"data/scbench_{self.dataset}.jsonl", "", self.revision)
 
     def cannot_batch(self) -> str | None:
         return conversation.cannot_batch(self.turns)

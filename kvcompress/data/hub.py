@@ -21,23 +21,19 @@ def is_commit(revision: str) -> bool:
 
 
 class Source(NamedTuple):
-    """A data set of the Hub; `revision` is a commit, which pins it, or a branch or tag, which may move.
-
-    With `file`, one JSON Lines file of its repository, as it was published: no split, and values of mixed types as they are.
-    """
+    """A data set of the Hub; `revision` is a commit, which pins it, or a branch or tag, which may move."""
 
     repository: str
     subset: str | None
     split: str
     revision: str
-    file: str | None = None
 
     @property
     def pinned(self) -> bool:
         return is_commit(self.revision)
 
     def __str__(self) -> str:
-        return ":".join(filter(None, (self.repository, self.subset, self.split, self.file)))
+        return ":".join(filter(None, (self.repository, self.subset, self.split)))
 
 
 class File(NamedTuple):
@@ -91,17 +87,11 @@ def fetch(source: Source | File) -> Rows:
 
 @lru_cache(maxsize=32)
 def _load(source: Source) -> Rows:
-    if source.file is not None:
-        return _load_file(source, source.file)
     from datasets import load_dataset_builder
 
     builder = load_dataset_builder(source.repository, source.subset, revision=source.revision)
     builder.download_and_prepare()
     return Rows(tuple(dict(row) for row in builder.as_dataset(split=source.split)), str(builder.hash))
-
-
-def _load_file(source: Source, file: str) -> Rows:
-    return _read(File(source.repository, file, "", source.revision))
 
 
 @lru_cache(maxsize=32)

@@ -63,6 +63,7 @@ __all__ = [
     "kv_heads",
     "layer_types",
     "max_positions",
+    "positions_of",
     "new_layers",
     "only_rows",
     "register",
@@ -86,7 +87,12 @@ def base_model(model: PreTrainedModel) -> torch.nn.Module:
 
 def max_positions(model: PreTrainedModel) -> int | None:
     """Longest sequence the model's positions were made for, or None where the model names none."""
-    return getattr(text_config(model), "max_position_embeddings", None)
+    return positions_of(model.config)
+
+
+def positions_of(config: Any) -> int | None:
+    """The same of a model's configuration."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def layer_types(model: PreTrainedModel) -> list[str]:

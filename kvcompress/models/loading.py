@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcompress.common.cache_folder import cache_dir
+from kvcompress.models.compat import positions_of
 from kvcompress.models.packaged_models import EMBEDDED, Embedded, joined, pieces_of
 from kvcompress.models.placement import resolve_device, resolve_dtype
 from kvcompress.models.random_models import FULL, SMALL, byte_tokenizer, random_config, random_model
@@ -163,11 +164,6 @@ def positions(
         return positions_of(AutoConfig.from_pretrained(source, **shared))
     except (OSError, ValueError) as error:
         raise _explained(error, name, source) from error
-
-
-def positions_of(config: Any) -> int | None:
-    """The same of a configuration."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _padding(tokenizer: Any) -> Any:

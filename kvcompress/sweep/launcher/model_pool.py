@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvcompress.common.memory import release
 from kvcompress.data.think_rules import without_thinking
-from kvcompress.models import loading
+from kvcompress.models import compat, loading
 from kvcompress.sweep.cell_spec import model_key
 
 
@@ -43,7 +43,7 @@ class ModelPool:
     def positions(self, config: DictConfig) -> int | None:
         """Positions that the model of a configuration has, by its configuration alone; None where it names no limit."""
         if self._loaded is not None and model_key(config) == self._key:
-            return loading.positions_of(self._loaded[0].config)
+            return compat.max_positions(self._loaded[0])
         wanted: Any = OmegaConf.to_container(config.model, resolve=True)
         settings = {key: wanted[key] for key in ("trust_remote_code", "revision")}
         return loading.positions(wanted["name"], **settings, **wanted["options"])
