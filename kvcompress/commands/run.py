@@ -181,6 +181,4 @@ def _latest(outcome: Outcome) -> Mapping[str, Any]:
         found = record.read_record(outcome.folder / "record.json")
     except ValueError:
         return outcome.record
-    rows = record.read_rows(outcome.folder / "samples.jsonl")
-    scores = {row["id"]: float(row["score"]) for row in rows if row["score"] is not None}  # None: its answer is hidden
-    return found | interval(found, scores)
+    return found | interval(found, record.scores_of(record.read_rows(outcome.folder / "samples.jsonl")))

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcompress.report import stats
 from kvcompress.report.frame import MEASURED, method_key
-from kvcompress.sweep.record import read_rows
+from kvcompress.sweep.record import read_rows, scores_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,5 +158,4 @@ def rank(frame: pd.DataFrame, target: float) -> pd.DataFrame:
 def samples_of(row: Row) -> dict[str, float]:
     """Scores of a row's samples by id, from the folder of its run; nothing where it has none."""
     path = row.get("path")
-    rows = read_rows(Path(path) / "samples.jsonl") if path else ()
-    return {one["id"]: float(one["score"]) for one in rows if one["score"] is not None}
+    return scores_of(read_rows(Path(path) / "samples.jsonl")) if path else {}
