@@ -131,7 +131,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default = SERVED if name == "serving-costs" else "full,snapkv:0.1,kivi"
         chosen.add_argument("--methods", default=default, help="name:budget:setting=value, comma-separated")
         chosen.add_argument("--lengths", default="256,512,1024,2048", help="tokens of measured prompts")
-        chosen.add_argument("--batches", default="1,4,8", help="rows of measured steps")
+        chosen.add_argument("--batches", default="1,3,8", help="rows of measured steps")
         chosen.add_argument("--steps", type=int, default=8, help="of each")
         chosen.add_argument("--rounds", type=int, default=3)
         chosen.add_argument("--warmup", type=int, default=1, help="rounds thrown away before")

@@ -92,7 +92,7 @@ class Serving(MeasuredTask):
     closed: bool = False
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     shares: tuple[float, ...] = (0.5, 0.75)
-    batches: tuple[int, ...] = (1, 4, 8)
+    batches: tuple[int, ...] = (1, 3, 8)
     steps: int = 8
     rounds: int = 3
     warmup: int = 1

@@ -37,7 +37,8 @@ class MethodCosts:
         prefill: c0, c1, c2, c3 of `c0 + c1 (n - p) + c2 a + c3 p` seconds of a prompt of n tokens of which p are reused, with
             a as of `attended`.
         compress: k0, k1 of `k0 + k1 n` seconds, over what is new of a "prefix" method and over all of a "whole" one.
-        step: s0, s1, s2 of `s0 + s1 · rows + s2 · kept tokens of all rows`.
+        step: s0, s1, s2 of `s0 + s1 · rows + s2 · kept tokens of all rows`, of two rows or more.
+        step_alone: a0, a1 of `a0 + a1 · kept tokens` for one row, whose products take other kernels; None: as `step`.
         read_ratio: bytes that a step reads over those of as many kept tokens in the full cache.
         store: "exact" keeps what the model made in the host's memory for reuse, and compresses anew for each request.
         source: "measured" or "modelled".
@@ -53,6 +54,7 @@ class MethodCosts:
     prefill: tuple[float, float, float, float]
     compress: tuple[float, float] = (0.0, 0.0)
     step: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    step_alone: tuple[float, float] | None = None
     read_ratio: float = 1.0
     store: str = "compressed"
     source: str = "measured"
@@ -94,6 +96,8 @@ class MethodCosts:
 
     def step_s(self, rows: int, kept: float) -> float:
         """Seconds of a decode step."""
+        if rows == 1 and self.step_alone is not None:
+            return self.step_alone[0] + self.step_alone[1] * kept
         s0, s1, s2 = self.step
         return s0 + s1 * rows + s2 * kept
 
@@ -117,6 +121,7 @@ class MethodCosts:
         try:
             changed: dict[str, Any] = {key: Line(**said[key]) for key in ("held", "kept")}
             changed |= {key: tuple(said[key]) for key in ("prefill", "compress", "step")}
+            changed |= {"step_alone": None if said.get("step_alone") is None else tuple(said["step_alone"])}
             changed |= {"ranges": {key: tuple(pair) for key, pair in said.get("ranges", {}).items()}}
             return cls(**{**said, **changed})
         except (KeyError, TypeError) as error:
@@ -203,5 +208,6 @@ def modelled(measured: MethodCosts, device: str, model: str) -> MethodCosts:
             2 * shape.parameters / rate,
             shape.token_bytes * measured.read_ratio / reached,
         ),
+        step_alone=None,
         source="modelled",
     )

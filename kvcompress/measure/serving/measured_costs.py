@@ -1,7 +1,8 @@
 """A method's costs from its own sessions: prompts of several lengths with and without a reused prefix, and decode steps.
 
 A prompt that reuses p tokens is timed as a second prompt behind a first one of p tokens, whose cache the method has
-compressed; a method that reuses chunks has the first p tokens in its store.
+compressed; a method that reuses chunks has the first p tokens in its store. Rows of a step have two lengths in turn, as a
+server's have several: rows of one length need no mask and no padding, and a step of theirs is up to a third cheaper.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvcompress.measure.timing import Laps, in_turn
 from kvcompress.method import Method
 from kvcompress.method.budget import is_unlimited
 
+SHORTER = 0.6  # length of every second row of a step, beside the prompt's
 WARM = 1  # steps before those that are timed: a reader arranges pages in the first
 
 
@@ -31,13 +33,13 @@ class Plan:
 
     Attributes:
         lengths: tokens of prompts; shares: of a prompt that is reused, beside none.
-        batches: rows of decode steps; steps: of each that are timed.
+        batches: rows of decode steps, those of two and more in two lengths; steps: of each that are timed.
         rounds, warmup: of each side, and those thrown away before.
     """
 
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     shares: tuple[float, ...] = (0.5, 0.75)
-    batches: tuple[int, ...] = (1, 4, 8)
+    batches: tuple[int, ...] = (1, 3, 8)
     steps: int = 8
     rounds: int = 3
     warmup: int = 1
@@ -86,8 +88,9 @@ def points(session: Any, ids: Sequence[int], plan: Plan) -> Points:
         spent = session.compressor.stats.seconds
         found.prompts[length, 0] = max(1e-9, seconds - spent), spent
         one, found.compressed = prefilled.cache, session.report(kept_map=True)
+        session.cache, pair = None, _pair(session, prompt) if max(plan.batches) > 1 else None
         for batch in sorted(set(plan.batches)):
-            session.cache = footprint.rows(one, batch)
+            session.cache = _rows(pair, batch) if batch > 1 else footprint.rows(one, 1)
             token = session.step(session.cache.logits.argmax(-1)[:, None]).argmax(-1)
             if batch == min(plan.batches):
                 found.held[length, WARM] = _held(session, batch)
@@ -101,9 +104,24 @@ def points(session: Any, ids: Sequence[int], plan: Plan) -> Points:
                 found, length, session, batch, plan
             )
             found.steps[length, batch] = sum(laps.seconds()) / plan.steps, batch * kept
-        session.cache = one = None
+        session.cache = one = pair = None
         release()
     return found
+
+
+def _pair(session: Any, prompt: torch.Tensor) -> Any:
+    """A cache of two rows: the prompt, and what it ends with, padded."""
+    length = prompt.shape[1]
+    mask = torch.ones(2, length, dtype=torch.long, device=prompt.device)
+    mask[1, : length - int(SHORTER * length)] = 0
+    return session.prefill(prompt.repeat(2, 1) * mask, attention_mask=mask).cache
+
+
+def _rows(pair: Any, batch: int) -> Any:
+    """A copy of a cache of two rows with `batch` rows, which are these two in turn."""
+    copy = pair.fork()
+    copy.batch_select_indices(torch.arange(batch) % 2)
+    return copy
 
 
 def _behind(session: Any, prompt: torch.Tensor, reused: int) -> tuple[float, float]:
@@ -171,9 +189,15 @@ def costs(name: str, reuse: Any, found: Sequence[Points], layers: int, store: st
     whole = reuse == "whole"
     spent = {n if whole else n - p: max(1e-9, seconds) for (n, p), (_, seconds) in prompts.items() if not (whole and p)}
     compress, r2["compress"] = fit([[1.0, n] for n in spent], list(spent.values()))
-    step, r2["step"] = fit(
-        [[1.0, rows, kept] for (_, rows), (_, kept) in steps.items()], [s for s, _ in steps.values()]
-    )
+    alone = [(kept, seconds) for (_, rows), (seconds, kept) in steps.items() if rows == 1]
+    several = [(rows, kept, seconds) for (_, rows), (seconds, kept) in steps.items() if rows > 1]
+    apart = len(alone) > 1 and len({rows for rows, _, _ in several}) > 1
+    points = several if apart else [(rows, kept, seconds) for (_, rows), (seconds, kept) in steps.items()]
+    step, r2["step"] = fit([[1.0, rows, kept] for rows, kept, _ in points], [seconds for *_, seconds in points])
+    step_alone: tuple[float, float] | None = None
+    if apart:
+        (a0, a1), r2["step alone"] = fit([[1.0, kept] for kept, _ in alone], [seconds for _, seconds in alone])
+        step_alone = a0, a1
     read = median(read / (kept * token_bytes) for _, kept, read, _ in held.values())
     ranges = {
         "prompt": (float(min(n for n, _ in prompts)), float(max(n for n, _ in prompts))),
@@ -190,6 +214,7 @@ def costs(name: str, reuse: Any, found: Sequence[Points], layers: int, store: st
         prefill=(prefill[0], prefill[1], prefill[2], prefill[3]),
         compress=(compress[0], compress[1]),
         step=(step[0], step[1], step[2]),
+        step_alone=step_alone,
         read_ratio=read,
         store=store,
         r2=r2,
