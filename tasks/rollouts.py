@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from kvcompress.data import grading, jsonl, prompts
 from kvcompress.data.haystack import prompt_template
 from kvcompress.data.rollouts import Group, bytes_of_group, drawn, teacher_forced
 from kvcompress.data.task import Sample, Task, Turn, prefill
+from kvcompress.hook.joint_decoding import BatchedSession, in_common
 from kvcompress.hook.session import compress
 from kvcompress.measure.measuring import PeakMemory, synchronize
 from kvcompress.measure.rollout_simulation import continuous_makespan, staleness, static_makespan
@@ -70,6 +72,7 @@ class Rollouts(Task):
     metric: ClassVar[str] = "reward_mean"
     metric_version: ClassVar[str] = "1"
     opens_sessions: ClassVar[bool] = True
+    joins: ClassVar[bool] = True
     thinks: ClassVar[bool] = False
 
     source: str = "needle"
@@ -205,9 +208,15 @@ class Rollouts(Task):
 
     # ------------------------------------------------------------------ running
 
+    def decoded_rows(self) -> int:
+        return self.batch or self.n_samples
+
     @torch.no_grad()
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Sample a group in the session that is handed over (not open yet), then have it scored.
+
+        Of a session that decodes with others' the times of decoding say nothing and are None; the dense model scores the
+        samples of all at once.
 
         Returns:
             what any task returns with one entry of `tokens` and `finished` per sample; `rollouts`: log-probabilities of
@@ -215,7 +224,7 @@ class Rollouts(Task):
             of the group and seconds.
         """
         turn, model, tokenizer = sample.turns[0], session.model, session.tokenizer
-        rows = self.batch or self.n_samples
+        rows, apart = self.decoded_rows(), not isinstance(session, BatchedSession)
         group = Group([], [], [], [])
         with session as opened:
             device = model.device
@@ -244,13 +253,19 @@ class Rollouts(Task):
         unshared = sum(total for total, _ in sizes)
         once = min(shared for _, shared in sizes) if self.share_prefix else 0
         found: dict[str, Any] = {"mu": group.logprobs, "entropy": group.entropy}
-        found |= {"wall_s": wall, "step_s": median(seconds) if seconds else None}
+        found |= {"wall_s": wall if apart else None, "step_s": median(seconds) if seconds and apart else None}
         found["bytes"] = {"unshared": unshared, "group": unshared - (self.n_samples - 1) * once}
         ids = [list(map(int, segment)) for segment in sample.segments]
-        for name in self.score_by:
-            how = Method() if name == "dense" else session.method
+
+        def scored(how: Method, groups: list[list[list[int]]]) -> list[list[list[float]]]:
+            every = [one for sampled in groups for one in sampled]
             with compress(model, how, tokenizer=tokenizer) as scorer:
-                found[name] = teacher_forced(scorer, ids, group.sampled, self.temperature, rows)
+                values = iter(teacher_forced(scorer, ids, every, self.temperature, rows))
+            return [[next(values) for _ in sampled] for sampled in groups]
+
+        for name in self.score_by:
+            how, key = (Method(), "dense") if name == "dense" else (session.method, id(session))
+            found[name] = in_common(session, key, partial(scored, how), group.sampled)
         for name in ("mu", "entropy", *self.score_by):
             found[name] = [[_short(value) for value in one] for one in found[name]]
         return {
@@ -380,7 +395,7 @@ class Rollouts(Task):
         }
         walls = [out["rollouts"]["wall_s"] for out in outs]
         steps = [out["rollouts"]["step_s"] for out in outs if out["rollouts"]["step_s"] is not None]
-        if steps and max(lengths) > 0:
+        if steps and None not in walls and max(lengths) > 0:  # with others' steps nothing was timed
             found["tokens_per_s"] = sum(lengths) / sum(walls)
             slots, step = self.batch or self.n_samples, median(steps)
             static, continuous = (make(lengths, slots, step) for make in (static_makespan, continuous_makespan))

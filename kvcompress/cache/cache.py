@@ -172,6 +172,12 @@ class CompressedCache(Cache):
 
     snapshot = fork
 
+    def go_back(self, snapshot: CompressedCache) -> None:
+        """Hold what `snapshot`, a fork made earlier, holds: after a forward that failed half-way."""
+        self._sequence = snapshot.sequence.map(torch.clone)
+        self.layers[:] = snapshot._forked(self)
+        self.end()
+
     def _forked(self, twin: CompressedCache) -> list[Any]:
         return [layer.fork(twin) if isinstance(layer, CompressedLayer) else _fork_plain(layer) for layer in self.layers]
 

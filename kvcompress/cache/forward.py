@@ -125,7 +125,11 @@ class AttendingLayer(Protocol):
         ...
 
 
-def hand_over(kwargs: MutableMapping[str, Any] | None, call: LayerCall | AttendingLayer) -> None:
+class SplitCall:
+    """A call that the attention function takes apart (`kvcompress.cache.joint.JointCall`)."""
+
+
+def hand_over(kwargs: MutableMapping[str, Any] | None, call: LayerCall | AttendingLayer | SplitCall) -> None:
     """Put a layer's call into the keyword arguments that transformers passes on to the attention function.
 
     Raises:
@@ -136,6 +140,6 @@ def hand_over(kwargs: MutableMapping[str, Any] | None, call: LayerCall | Attendi
     kwargs[KEYWORD] = call
 
 
-def take(kwargs: MutableMapping[str, Any]) -> LayerCall | AttendingLayer | None:
+def take(kwargs: MutableMapping[str, Any]) -> LayerCall | AttendingLayer | SplitCall | None:
     """The call that `hand_over` put there; None for a layer of transformers' own."""
     return kwargs.pop(KEYWORD, None)

@@ -103,13 +103,19 @@ def teacher_forced(
 ) -> list[list[float]]:
     """Log-probabilities that an open session gives to sampled tokens behind a prompt, `rows` samples at a time.
 
-    The ids are those that were sampled, never text that was tokenised again.
+    The ids are those that were sampled, never text that was tokenised again. Where
+    they are more than `rows`, those of similar length go together.
     """
     device = session.model.device
     session.prefill([torch.tensor([list(one)], device=device) for one in segments])
-    prompt, found = session.cache, []
-    for first in range(0, len(sampled), rows):
-        part = sampled[first : first + rows]
+    prompt = session.cache
+    found: list[list[float]] = [[] for _ in sampled]
+    order = list(range(len(sampled)))
+    if len(order) > rows:
+        order.sort(key=lambda number: len(sampled[number]))
+    for first in range(0, len(order), rows):
+        numbers = order[first : first + rows]
+        part = [sampled[number] for number in numbers]
         session.cache = prompt.fork()
         if len(part) > 1:
             session.cache.batch_repeat_interleave(len(part))
@@ -122,7 +128,8 @@ def teacher_forced(
             scores.append(log_distribution(logits, temperature).gather(2, here)[..., 0].cpu())
             at += logits.shape[1]
         whole = torch.cat(scores, 1)
-        found += [whole[row, : len(one)].tolist() for row, one in enumerate(part)]
+        for row, number in enumerate(numbers):
+            found[number] = whole[row, : len(sampled[number])].tolist()
     return found
 
 

@@ -122,6 +122,9 @@ class Task(ABC):
     shares_prefill: ClassVar[bool] = True  # False where the prefill itself is what is measured
     wants_reference: ClassVar[bool] = False  # True where a sample is judged against a run without compression
     opens_sessions: ClassVar[bool] = False  # True where `run` gets a session that is not open, and opens others like it
+    joins: ClassVar[bool] = (
+        False  # True where a `run` of its own takes a session whose steps others' join, see `in_common`
+    )
     thinks: ClassVar[bool] = (
         True  # False where outputs are no answers with a thinking part: no budget of thinking applies
     )
@@ -190,6 +193,10 @@ class Task(ABC):
     def effort(self, sample: Sample) -> tuple[float, float]:
         """How often `run` prefills the sample's prompt and decodes its answer, rows of a batch counted: for estimates."""
         return 1.0, 1.0
+
+    def decoded_rows(self) -> int:
+        """Rows of the batches that `run` decodes."""
+        return 1
 
     def run(self, session: Any, sample: Sample) -> dict[str, Any]:
         """Prefill the context, ask each turn, and say what it took.

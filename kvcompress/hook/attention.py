@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from kvcompress.cache.forward import Forward, LayerCall, take
+from kvcompress.cache.forward import KEYWORD, Forward, LayerCall, take
+from kvcompress.cache.joint import JointCall
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import Store
 from kvcompress.hook.decode_attention import decode_attention
@@ -60,6 +61,8 @@ def kv_attention(
     if dropout:
         raise ValueError("attention dropout is active: call model.eval() before compressing")
     call = take(kwargs)
+    if isinstance(call, JointCall):
+        return _side_by_side(call, module, query, key, value, scaling, kwargs), None
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window"),
@@ -98,6 +101,35 @@ def kv_attention(
     layer.end_attention()
     output = output.transpose(1, 2).contiguous()
     return output if fusion is None else fusion.widened(output), None
+
+
+def _side_by_side(
+    call: JointCall,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Output `[B, n, H, D_v]` of the rows of several caches, each cache's as in a forward of its own.
+
+    What one raises is noted with it, and its rows are zeros from then on.
+    """
+    outputs = []
+    for part in call.parts:
+        member, rows, output = part.member, part.member.rows, None
+        keys, values = (key[rows], value[rows]) if part.held is None else part.held
+        if member.error is None:
+            own = kwargs if part.call is None else {**kwargs, KEYWORD: part.call}
+            try:
+                output, _ = kv_attention(module, query[rows].clone(), keys, values, part.mask, scaling=scaling, **own)
+            except Exception as error:
+                member.error = error
+        if output is None:
+            output = query.new_zeros(len(keys), query.shape[2], query.shape[1], value.shape[-1])
+        outputs.append(output)
+    return torch.cat(outputs)
 
 
 def is_plain_causal(

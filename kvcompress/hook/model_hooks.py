@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
+from kvcompress.cache.joint import JointCache
 from kvcompress.hook import (
     attention,  # noqa: F401  (registers the attention function)
     model_generate,
@@ -234,7 +235,7 @@ class ModelHooks:
         if inner and named.get("cache") is current:
             self._inner_due = False  # the base model inside the forward that was prepared already
             return None
-        if isinstance(named.get("cache"), StaticDecodeCache):  # a static step is planned and noted by who takes it
+        if isinstance(named.get("cache"), (StaticDecodeCache, JointCache)):  # planned and noted by who takes the step
             return None
         self.check_intact()
         if self.model.training and torch.is_grad_enabled() and self.model.is_activation_checkpointing:
@@ -272,22 +273,33 @@ class ModelHooks:
         cache = self._runner.cache
         if cache is None or cache.forward is None:
             return
-        forward, broken = cache.forward, True
         try:
-            short = [layer.index for layer in cache.full_layers if layer.seen != self._due]
-            if output is not None and short:
+            self.complete(cache, self._due, failed=output is None)
+        finally:
+            self._inner_due = False
+
+    def complete(self, cache: CompressedCache, due: int, failed: bool = False) -> None:
+        """The forward of `cache` has ended, after which each of its layers has seen `due` columns.
+
+        Raises:
+            ValueError: a layer has not.
+        """
+        forward, broken = cache.forward, True
+        assert forward is not None
+        try:
+            short = [layer.index for layer in cache.full_layers if layer.seen != due]
+            if not failed and short:
                 raise ValueError(
                     f"layers {', '.join(map(str, short))} did not hand their keys and values to the cache: inside compress() "
                     "every layer has to run, and be given the cache"
                 )
-            if output is not None and forward.phase != "pass":
+            if not failed and forward.phase != "pass":
                 self._planner.auxiliary.run(cache, forward)
                 self._compressor.end_of_forward(cache)
                 cache.note_moment(forward.phase)
-            broken = output is None
+            broken = failed
         finally:
             cache.end(complete=not broken)
-            self._inner_due = False
             cache.keep_logits(None)  # a session that ran this forward sets them again
 
     # ------------------------------------------------------------------ model.generate

@@ -88,8 +88,7 @@ class ForwardRunner:
         cache = self.current()
         mask = new_columns(cache, ids, mask)
         real = mask.bool().cpu() if mask is not None else torch.ones(ids.shape, dtype=torch.bool)
-        before = cache.real if cache.real is not None else torch.zeros(ids.shape[0], dtype=torch.long)
-        position_ids = (before[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
+        position_ids = next_positions(cache, real)
         any_real, last = real.any(1), ids.shape[1] - 1 - real.flip(1).long().argmax(1)
         first_kept = int(last[any_real].min()) if bool(any_real.any()) else ids.shape[1] - 1
         previous, device = cache.logits, self.model.device
@@ -107,10 +106,22 @@ class ForwardRunner:
             rows = torch.arange(len(last), device=output.logits.device)
             first = 0 if every else first_kept
             logits = output.logits[rows, (last - first).clamp(min=0).to(rows.device)]
-        if previous is not None and not bool(any_real.all()):  # a row that got nothing keeps what it had
-            logits = torch.where(any_real.to(logits.device)[:, None], logits, previous)
+        logits = kept_where_idle(logits, previous, any_real)
         cache.keep_logits(logits)
         return output.logits if every else logits
+
+
+def next_positions(cache: CompressedCache, real: Tensor) -> Tensor:
+    """Position ids `[B, n]` of new columns, `real` bool `[B, n]` on the CPU: counted over a row's real tokens."""
+    before = cache.real if cache.real is not None else torch.zeros(real.shape[0], dtype=torch.long)
+    return (before[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
+
+
+def kept_where_idle(logits: Tensor, previous: Tensor | None, fed: Tensor) -> Tensor:
+    """Logits `[B, V]`, those of before in rows that got no token; `fed` bool `[B]`."""
+    if previous is None or bool(fed.all()):
+        return logits
+    return torch.where(fed.to(logits.device)[:, None], logits, previous)
 
 
 def check_head(model: PreTrainedModel) -> None:

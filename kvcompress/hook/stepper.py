@@ -13,7 +13,7 @@ from kvcompress.hook import static_decode
 from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.planner import ForwardPlanner
-from kvcompress.hook.runner import ForwardRequest, ForwardRunner
+from kvcompress.hook.runner import ForwardRequest, ForwardRunner, kept_where_idle
 from kvcompress.hook.static_decode import DECODES, CompileError, StaticDecodeStep
 
 Tensor = torch.Tensor
@@ -128,8 +128,7 @@ class DecodeStepper:
         forward = self._planner.plan(cache, ids, request=ForwardRequest("decode", rows[:, None]))
         cache.begin(forward)  # an interrupt leaves it half written
         logits = fixed_step(ids, forward)
-        if previous is not None and not bool(rows.all()):  # a row that got nothing keeps what it had
-            logits = torch.where(rows.to(logits.device)[:, None], logits, previous)
+        logits = kept_where_idle(logits, previous, rows)
         for layer in cache.full_layers:
             layer.seen += 1
         cache.note_kept()

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, create_masks_for_generate, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvcompress.models.rotation import Rotation
@@ -70,6 +70,7 @@ __all__ = [
     "registered_attention",
     "rotations",
     "text_config",
+    "window_masks",
 ]
 
 foreign_attention = sdpa_attention_forward
@@ -272,6 +273,25 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if kwargs.get("local_size") is None and not args:
         return None
     return sdpa_mask(*args, **kwargs)
+
+
+def window_masks(model: PreTrainedModel, cache: Any, rows: int, columns: Tensor | None) -> dict[int, Tensor | None]:
+    """Masks, by layer, that a forward of one token in each of `rows` makes for the windowed layers of a hooked model.
+
+    Args:
+        cache: as it is before that forward.
+        columns: bool `[rows, L + 1]`, real columns; None where none is padding.
+    """
+    windowed = {index: kind for index, kind in enumerate(layer_types(model)) if kind != "full_attention"}
+    if not windowed:
+        return {}
+    made = create_masks_for_generate(
+        config=text_config(model),
+        inputs_embeds=torch.empty(rows, 1, 0, dtype=model.dtype, device=model.device),
+        attention_mask=None if columns is None else columns.to(model.device),
+        cache=cache,
+    )
+    return {index: made.get(kind) if isinstance(made, dict) else made for index, kind in windowed.items()}
 
 
 @torch.no_grad()

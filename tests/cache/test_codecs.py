@@ -12,7 +12,7 @@ from small_models import left_padded, random_ids, small_model
 from test_codec_reader_seams import PerTokenInt8
 
 from kvcompress import compress
-from kvcompress.hook.joint_decoding import unsupported_reason
+from kvcompress.hook.ragged_rows import guest_reason
 from kvcompress.hook.shared_prefill import needs_of, prefill_once
 from kvcompress.method import Codec, Method, Needs
 from kvcompress.methods import CAKE, H2O, AdaKV, Full, Int8, SnapKV
@@ -209,7 +209,7 @@ def test_a_shared_prefill_is_encoded_after_the_fork_and_gives_what_a_prefill_alo
     assert all((a - b).abs().max() <= 1e-5 for a, b in zip(got[3], alone[3], strict=True))
     after = [t for layer in shared.cache.layers for t in layer.keys_values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert unsupported_reason(method)
+    assert guest_reason(method)
 
 
 def test_a_method_may_stand_for_its_codec_unless_it_evicts():

@@ -14,6 +14,7 @@ from rich.console import Console
 from sweeps import SHARED, SHORT, TOGETHER, cell, cell_run, cells, left, sweep
 
 from kvcompress.commands.run import main
+from kvcompress.hook import joint_forward
 from kvcompress.models import loading
 from kvcompress.models.random_models import byte_tokenizer
 from kvcompress.report.table import title
@@ -315,14 +316,14 @@ def test_status_of_records_that_lack_keys_shows_what_there_is(tmp_path):
 
 def test_cells_decode_together_by_default_and_the_record_says_so(tmp_path):
     for folder, options in (("apart", SHARED), ("together", TOGETHER)):
-        sweep(cells(tmp_path / folder, "full,snapkv,adakv,tova", "0.5"), options)
+        sweep(cells(tmp_path / folder, "full,snapkv,adakv,tova,quest", "0.5"), options)
     apart, together = left(tmp_path / "apart"), left(tmp_path / "together")
     assert apart == together
     said = {
         record.read_record(path)["method"]: record.read_record(path)["protocol.decoding"]
         for path in (tmp_path / "together").glob("test/*/record.json")
     }
-    assert said == dict.fromkeys(("full", "snapkv", "adakv"), "together") | {"tova": "separate"}
+    assert said == dict.fromkeys(("full", "snapkv", "adakv", "tova", "quest"), "together")
 
 
 def whys(folder):
@@ -331,17 +332,17 @@ def whys(folder):
     return {found["method"]: found["protocol.decoding_why"] for found in records}
 
 
-def test_why_a_cell_decodes_separately_is_said_and_in_its_record(tmp_path):
-    _, text = sweep(cells(tmp_path, "snapkv,knorm,tova", "0.5,0.2", "limit=1"), TOGETHER)
-    assert whys(tmp_path) == {"snapkv": None, "knorm": None, "tova": "it evicts while decoding"}
-    assert text.count("it evicts while decoding: tova 0.5, 0.2 · needle decode separately") == 1
-    _, text = sweep(cells(tmp_path / "sliding", "snapkv,knorm", "0.5", "limit=1", "model=random/gemma3_text"), TOGETHER)
-    assert "the model has sliding-window layers" in text
-    assert all("sliding-window layers" in why for why in whys(tmp_path / "sliding").values())
+def test_why_a_cell_decodes_separately_is_said_and_in_its_record(tmp_path, monkeypatch):
+    sliding = ("limit=1", "model=random/gemma3_text")
+    sweep(cells(tmp_path, "snapkv,tova", "0.5", *sliding), TOGETHER)
+    assert whys(tmp_path) == {"snapkv": None, "tova": None}
+    monkeypatch.setattr(joint_forward, "unsupported_reason", lambda model: "its masks are not verified")
+    _, text = sweep(cells(tmp_path / "sliding", "snapkv,tova", "0.5", *sliding), TOGETHER)
+    assert text.count("its masks are not verified: snapkv 0.5; tova 0.5 · needle decode separately") == 1
+    assert all("not verified" in why for why in whys(tmp_path / "sliding").values())
+    monkeypatch.undo()
     sweep(cells(tmp_path / "off", "snapkv,knorm", "0.5", "limit=1"), SHARED)
     assert set(whys(tmp_path / "off").values()) == {"decoding together is switched off"}
-    sweep(cells(tmp_path / "two", "snapkv,tova", "0.5", "limit=1"), TOGETHER)
-    assert whys(tmp_path / "two")["snapkv"] == "no other cell of its prefill can join it"
     sweep(cells(tmp_path / "alone", "snapkv", "0.5", "limit=1", "prefill=chunked"), TOGETHER)
     assert whys(tmp_path / "alone") == {"snapkv": "prefill=chunked is its own"}
 

@@ -56,11 +56,11 @@ def peak(monkeypatch):
         now.bytes = max(now.bytes, sum(found.values()))
         return logits
 
-    def turn(model, jobs, prefill, kernel):
+    def turn(model, jobs, prefill, *how):
         members.clear()
-        shared[:] = [prefill]
+        shared[:] = [prefill[0]]
         now.turns.append(len(jobs))
-        return run(model, jobs, prefill, kernel)
+        return run(model, jobs, prefill, *how)
 
     def entered(member, *args):
         members.append(member)
@@ -90,10 +90,11 @@ def test_what_is_reckoned_for_a_turn_covers_what_it_holds_and_little_more(tmp_pa
     """A limit that was reckoned too large would make cells take turns for nothing."""
     reckoned, stock = [], memory_plan.split_to_fit
 
-    def watched(cells, shared, new, memory):
+    def watched(cells, starts, new, memory):
+        shared = next(iter(starts.values()))
         rows = sum(memory_plan.cell_bytes(cell.spec.method, shared, new, 2) for cell in cells)
         reckoned.append(memory_plan.prefill_bytes(shared) + rows)
-        return stock(cells, shared, new, memory)
+        return stock(cells, starts, new, memory)
 
     monkeypatch.setattr(strategies, "split_to_fit", watched)
     sweep(cells(tmp_path, "snapkv,knorm,adakv", "0.9,0.8", "limit=1"), TOGETHER)

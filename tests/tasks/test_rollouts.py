@@ -10,7 +10,7 @@ import pytest
 import torch
 from composed import composed
 from small_models import small_model
-from sweeps import ALONE, forked, sweep
+from sweeps import ALONE, TOGETHER, forked, sweep
 
 from kvcompress.data.rollouts import drawn, inverse_cdf, log_distribution, teacher_forced
 from kvcompress.data.task import Sample, Turn
@@ -19,6 +19,7 @@ from kvcompress.methods import H2O, KIVI, Full, Quest, SnapKV, StreamingLLM
 from kvcompress.metrics import off_policy
 from kvcompress.models.random_models import byte_tokenizer
 from kvcompress.sweep.record import RunFolder
+from kvcompress.tasks import rollouts
 from kvcompress.tasks.rollouts import Rollouts, gaps_of, never
 
 PROMPT = tuple(torch.randint(5, 60, (40,), generator=torch.Generator().manual_seed(3)).tolist())
@@ -210,21 +211,24 @@ def test_rows_of_a_file_that_are_no_prompts_are_named(tmp_path, line, named):
         list(Rollouts(source="file", file=str(file), n_prompts=1, template="none").samples(byte_tokenizer(512)))
 
 
-def run_of_three_prompts(folder, killed=False):
-    """A cell of three groups; killed when the first is written, if asked for."""
+def run_of_three_prompts(folder, killed=0, options=ALONE, methods=("method=snapkv",)):
+    """Cells of three groups each; killed when so many groups are written, if asked for."""
     prompts = folder.parent / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "Count to {number}."}}\n' for number in (3, 5, 7)))
     if killed:
-        stock = RunFolder.append
+        stock, written = RunFolder.append, []
 
         def append(self, row):
             stock(self, row)
-            os.kill(os.getpid(), signal.SIGKILL)
+            written.append(row)
+            if len(written) == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         RunFolder.append = append
     asked = ["model=random", "task=rollouts", "task.source=file", f"task.file={prompts}", "task.template=none"]
-    asked += ["task.n_prompts=3", "task.n_samples=2", "task.output=6", "method=snapkv", "budget=0.5", "device=cpu"]
-    sweep([composed(*asked, "paths.data=null", "sweep.name=test", f"paths.results={folder}")], ALONE)
+    asked += ["task.n_prompts=3", "task.n_samples=2", "task.output=6", "budget=0.5", "device=cpu"]
+    asked += ["paths.data=null", "sweep.name=test", f"paths.results={folder}"]
+    return sweep([composed(*asked, *method.split()) for method in methods], options)[0]
 
 
 def rows_of(folder):
@@ -233,7 +237,7 @@ def rows_of(folder):
 
 
 def test_a_killed_run_goes_on_sample_by_sample_with_the_same_samples(tmp_path):
-    process = forked(run_of_three_prompts, tmp_path / "killed", True)
+    process = forked(run_of_three_prompts, tmp_path / "killed", 1)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     begun = rows_of(tmp_path / "killed")
@@ -242,3 +246,50 @@ def test_a_killed_run_goes_on_sample_by_sample_with_the_same_samples(tmp_path):
     run_of_three_prompts(tmp_path / "calm")
     assert rows_of(tmp_path / "killed")[:1] == begun
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "calm")
+
+
+MIXED = ("method=snapkv", "method=h2o", "method=streamingllm")  # prefills of three kinds
+
+
+def of_cells(folder):
+    """Rows by cell."""
+    found = {}
+    for path in sorted(folder.rglob("samples.jsonl")):
+        found[path.parent.name] = [json.loads(line) for line in path.read_text().splitlines()]
+    return found
+
+
+def test_cells_that_sample_in_common_forwards_draw_what_each_draws_alone(tmp_path, monkeypatch):
+    run_of_three_prompts(tmp_path / "alone", methods=MIXED)
+    scored, stock = [], rollouts.teacher_forced
+    monkeypatch.setattr(rollouts, "teacher_forced", lambda *a: scored.append(len(a[2])) or stock(*a))
+    outcomes = run_of_three_prompts(tmp_path / "together", options=TOGETHER, methods=MIXED)
+    assert [outcome.record["protocol.decoding"] for outcome in outcomes] == ["together"] * 3
+    assert scored == [6] * 3  # the dense model reads the samples of all three cells at once
+    alone, together = of_cells(tmp_path / "alone"), of_cells(tmp_path / "together")
+    assert alone.keys() == together.keys()
+    for cell, rows in alone.items():
+        for row, again in zip(rows, together[cell], strict=True):
+            assert again["out"]["tokens"] == row["out"]["tokens"]
+            assert again["out"]["rollouts"]["bytes"] == row["out"]["rollouts"]["bytes"]
+            for name in ("mu", "dense"):
+                for one, other in zip(row["out"]["rollouts"][name], again["out"]["rollouts"][name], strict=True):
+                    assert np.allclose(one, other, atol=1e-4)
+    assert all("metrics.tokens_per_s" not in outcome.record for outcome in outcomes)
+    assert all(row["out"]["rollouts"]["wall_s"] is None for rows in together.values() for row in rows)
+
+
+@pytest.mark.long
+def test_cells_that_sample_together_go_on_sample_by_sample_after_a_kill(tmp_path):
+    two = ("method=snapkv", "method=h2o")
+    process = forked(run_of_three_prompts, tmp_path / "killed", 3, TOGETHER, two)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    begun = of_cells(tmp_path / "killed")
+    assert sorted(map(len, begun.values())) == [1, 2]
+    run_of_three_prompts(tmp_path / "killed", options=TOGETHER, methods=two)
+    run_of_three_prompts(tmp_path / "calm", options=TOGETHER, methods=two)
+    whole, calm = of_cells(tmp_path / "killed"), of_cells(tmp_path / "calm")
+    for cell, rows in whole.items():
+        assert rows[: len(begun[cell])] == begun[cell]
+        assert [row["out"]["tokens"] for row in rows] == [row["out"]["tokens"] for row in calm[cell]]

@@ -18,7 +18,7 @@ from kvcompress.models import loading
 from kvcompress.sweep import sanity
 from kvcompress.sweep.launcher.cell_run import CellRun
 from kvcompress.sweep.launcher.grouping import CellGroup, listed
-from kvcompress.sweep.launcher.memory_plan import bytes_over_limit, new_tokens
+from kvcompress.sweep.launcher.memory_plan import Starts, bytes_over_limit, new_tokens
 from kvcompress.sweep.launcher.model_pool import ModelPool
 from kvcompress.sweep.launcher.options import Options
 from kvcompress.sweep.launcher.sample import Workload, check_lengths, row, samples_of, separate_reason, with_ends
@@ -126,43 +126,51 @@ class GroupExecutor:
         except Exception as fault:
             self._fail_all(due, fault)
             return
-        shared = self._prefill(workload, sample) if self.group.shared else None
-        for strategy, cells in self._assign(workload, due, sample, shared):
+        starts = self._prefills(workload, sample) if self.group.shared else {}
+        for strategy, cells in self._assign(workload, due, sample, starts):
             self._apply(strategy, cells, workload, [sample], advance)
 
     def _assign(
-        self, workload: Workload, due: Sequence[CellRun], sample: Sample, shared: SharedPrefill | None
+        self, workload: Workload, due: Sequence[CellRun], sample: Sample, starts: Starts
     ) -> Iterator[tuple[SampleStrategy, list[CellRun]]]:
         """Which strategy runs the sample for which cells."""
-        if shared is None:
+        if not starts and not self.group.joined:
             why = "the shared prefill failed" if self.group.shared else self.group.reason
             yield Alone(workload, {cell.spec.run_id: why for cell in due}), list(due)
             return
-        reasons = self._separate_reasons(due, sample, shared)
+        reasons = self._separate_reasons(due, workload, sample, starts)
         if self.options.together:
-            yield Joint(workload, shared, self.options), [cell for cell in due if not reasons[cell.spec.run_id]]
-        yield FromPrefill(workload, shared, reasons), [cell for cell in due if reasons[cell.spec.run_id]]
+            yield Joint(workload, starts, self.options), [cell for cell in due if not reasons[cell.spec.run_id]]
+        apart = [cell for cell in due if reasons[cell.spec.run_id]]
+        for shared in {id(one): one for one in starts.values()}.values():
+            mine = [cell for cell in apart if starts.get(cell.spec.run_id) is shared]
+            yield FromPrefill(workload, shared, reasons), mine
+        yield Alone(workload, reasons), [cell for cell in apart if cell.spec.run_id not in starts]
 
-    def _prefill(self, workload: Workload, sample: Sample) -> SharedPrefill | None:
-        """The sample's prompt without eviction; None where that fails: each cell then runs its own."""
+    def _prefills(self, workload: Workload, sample: Sample) -> Starts:
+        """By run id the sample's prompt without eviction; cells for which that fails run their own."""
         ids = [token for segment in sample.segments for token in segment]
-        try:
-            return prefill_once(workload.model, ids, self.group.needs(), str(self.group.first.config.kernel))
-        except Exception as fault:
-            text = f"{sample.id}: no shared prefill ({type(fault).__name__}: {fault}); its cells run their own"
-            self.console.print(text, style="yellow", highlight=False, markup=False)
-            logger.debug("shared prefill failed", exc_info=True)
-        release()
-        return None
+        found: dict[str, SharedPrefill] = {}
+        for cells, needs in self.group.prefills():
+            try:
+                made = prefill_once(workload.model, ids, needs, str(self.group.first.config.kernel))
+                found |= {cell.spec.run_id: made for cell in cells}
+                continue
+            except Exception as fault:
+                text = f"{sample.id}: no shared prefill ({type(fault).__name__}: {fault}); its cells run their own"
+                self.console.print(text, style="yellow", highlight=False, markup=False)
+                logger.debug("shared prefill failed", exc_info=True)
+            release()
+        return found
 
-    def _separate_reasons(self, due: Sequence[CellRun], sample: Sample, shared: SharedPrefill) -> Reasons:
+    def _separate_reasons(self, due: Sequence[CellRun], workload: Workload, sample: Sample, starts: Starts) -> Reasons:
         """By run id why a cell decodes this sample by itself, None for those that decode together; printed once."""
         if not self.options.together:
             return {cell.spec.run_id: "decoding together is switched off" for cell in due}
-        found = {cell.spec.run_id: separate_reason(cell.spec, shared) for cell in due}
+        found = {cell.spec.run_id: separate_reason(cell.spec, workload.model) for cell in due}
         if list(found.values()).count(None) == 1:
             found = {run_id: why or "no other cell of its prefill can join it" for run_id, why in found.items()}
-        least = bytes_over_limit(due, shared, new_tokens(sample), self.options.memory)
+        least = bytes_over_limit(due, starts, new_tokens(sample), self.options.memory)
         if least:
             limit = f"hydra.launcher.memory={(self.options.memory or 0) / 2**30:.3g}"
             takes = f"{sample.id}: the full cache and one cell take {least / 2**30:.3g} GiB"

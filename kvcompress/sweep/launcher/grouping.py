@@ -22,10 +22,12 @@ class CellGroup:
     Attributes:
         cells: in the order they were asked for.
         reason: why a cell runs alone, None where several share a prefill.
+        joined: they decode together whatever prefill each starts from.
     """
 
     cells: tuple[CellRun, ...]
     reason: str | None = None
+    joined: bool = False
 
     @property
     def shared(self) -> bool:
@@ -40,20 +42,38 @@ class CellGroup:
         """Cells without an outcome."""
         return [cell for cell in self.cells if cell.open]
 
-    def needs(self) -> Needs:
-        """What the shared prefill has to observe for those cells that are open."""
-        needs = Needs()
-        for cell in self.open_cells():
-            needs |= needs_of(cell.spec.method)
-        return needs
+    def prefills(self) -> list[tuple[list[CellRun], Needs]]:
+        """Open cells that start from one prefill, and what it has to observe for them."""
+        found: dict[Any, list[CellRun]] = {}
+        for cell in self.cells:
+            if unshared_reason(cell.spec) is None:
+                found.setdefault(_prefill_key(cell.spec), []).append(cell)
+        several = [cells for cells in found.values() if len(cells) > 1]
+        opened = [[cell for cell in cells if cell.open] for cells in several]
+        return [(cells, _needs(cells)) for cells in opened if cells]
 
 
-def unshared_reason(spec: CellSpec) -> str | None:
-    """Why a cell cannot share its prefill, None if it can."""
+def _needs(cells: Sequence[CellRun]) -> Needs:
+    needs = Needs()
+    for cell in cells:
+        needs |= needs_of(cell.spec.method)
+    return needs
+
+
+def apart_reason(spec: CellSpec) -> str | None:
+    """Why nothing of a cell's work can be done together with others', None if some can."""
     if spec.config.batch > 1:
         return f"batch={spec.config.batch} puts samples together, not cells"
     if spec.config.decode != "eager":
         return f"decode={spec.config.decode} has each cell take its own steps"
+    return None
+
+
+def unshared_reason(spec: CellSpec) -> str | None:
+    """Why a cell cannot share its prefill, None if it can."""
+    reason = apart_reason(spec)
+    if reason is not None:
+        return reason
     if not spec.task.shares_prefill:
         return f"task={spec.task.name} measures the prefill itself"
     try:
@@ -62,28 +82,38 @@ def unshared_reason(spec: CellSpec) -> str | None:
         return str(error)
 
 
-def group_cells(cells: Iterable[CellRun], share: bool = True) -> list[CellGroup]:
+def group_cells(cells: Iterable[CellRun], share: bool = True, together: bool = True) -> list[CellGroup]:
     """Groups in order of their first cell, those of one model next to each other.
 
     Cells share if they agree on model, task, seed, dtype, kernel, and on whether attention mass is summed up and how: that
-    takes another attention kernel, whose output differs in the last digits. A cell that is finished counts as a member, so
-    that how the others are run does not depend on when a sweep was interrupted.
+    takes another attention kernel, whose output differs in the last digits. Cells of a task that joins decode together
+    whatever their prefill, if `together`. A cell that is finished counts as a member, so that how the others are run does
+    not depend on when a sweep was interrupted.
     """
     found: dict[Any, list[CellRun]] = {}
     reasons: dict[Any, str | None] = {}
+    joined: set[Any] = set()
     for number, cell in enumerate(cells):
-        reason = unshared_reason(cell.spec) if share else "sharing is switched off"
-        key = number if reason else _prefill_key(cell.spec)
+        joins = share and together and cell.spec.task.joins
+        reason = "sharing is switched off" if not share else (apart_reason if joins else unshared_reason)(cell.spec)
+        key = number if reason else _common_key(cell.spec) if joins else _prefill_key(cell.spec)
         found.setdefault(key, []).append(cell)
         reasons[key] = reason
+        if joins and not reason:
+            joined.add(key)
     groups = []
     for key, members in found.items():
         alone = "no other cell has the same prefill" if len(members) == 1 else None
-        groups.append(CellGroup(tuple(members), reasons[key] or alone))
+        groups.append(CellGroup(tuple(members), reasons[key] or alone, key in joined and alone is None))
     order: dict[str, int] = {}
     for group in groups:
         order.setdefault(group.first.model_key, len(order))
     return sorted(groups, key=lambda group: order[group.first.model_key])
+
+
+def _common_key(spec: CellSpec) -> Any:
+    """What cells with the same prompts, model and folder agree on."""
+    return spec.pair, str(spec.sweep), spec.model_key, str(spec.config.kernel)
 
 
 def _prefill_key(spec: CellSpec) -> Any:

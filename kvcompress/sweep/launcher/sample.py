@@ -12,7 +12,7 @@ from typing import Any
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.data import prompts, think_rules, thinking
 from kvcompress.data.task import TIMES, Sample, Task
-from kvcompress.hook import joint_decoding
+from kvcompress.hook import joint_forward
 from kvcompress.hook.session import Session, compress
 from kvcompress.hook.shared_prefill import SharedPrefill
 from kvcompress.measure.measuring import without_peaks
@@ -85,17 +85,15 @@ def has_sliding_layers(model: Any, method: Method) -> bool:
         return not all(isinstance(layer, CompressedLayer) for layer in session.new_cache().layers)
 
 
-def separate_reason(spec: CellSpec, shared: SharedPrefill) -> str | None:
-    """Why a cell's decode steps cannot be rows of a batch with others', None if they can."""
-    if not all(isinstance(layer, CompressedLayer) for layer in shared.cache.layers):
-        return "the model has sliding-window layers, whose rows cannot be put together"
-    if type(spec.task).run is not Task.run:
+def separate_reason(spec: CellSpec, model: Any) -> str | None:
+    """Why a cell's decode steps cannot be taken in one forward with others', None if they can."""
+    if type(spec.task).run is not Task.run and not spec.task.joins:
         return f"task={spec.task.name} steps through its answer itself"
-    return joint_decoding.unsupported_reason(spec.method)
+    return joint_forward.unsupported_reason(model)
 
 
 def checked(
-    spec: CellSpec, workload: Workload, sample: Sample, shared: SharedPrefill, together: dict[str, Any]
+    spec: CellSpec, workload: Workload, sample: Sample, shared: SharedPrefill | None, together: dict[str, Any]
 ) -> dict[str, Any] | Exception:
     """The result of decoding together, if decoding alone gives the same; else the fault."""
     try:

@@ -71,7 +71,7 @@ class Scheduler:
     def _sweep(self, configs: Sequence[DictConfig], options: Options, elsewhere: Elsewhere | None) -> None:
         made = [self._cell(config) for config in configs]
         cells = [cell for cell in made if cell is not None]
-        groups = group_cells(cells, options.share)
+        groups = group_cells(cells, options.share, options.together)
         dry = any(config.get("dry") for config in configs)
         if len(cells) > 1:
             self._explain([group for group in groups if not (dry and group.shared)])
@@ -148,7 +148,8 @@ class Scheduler:
         alone: dict[str, list[CellSpec]] = {}
         for group in groups:
             if group.reason is None:
-                text = f"{len(group.cells)} cells share each prefill: {group.first.config.model.name} {group.first.task.name}"
+                how = "decode together" if group.joined else "share each prefill"
+                text = f"{len(group.cells)} cells {how}: {group.first.config.model.name} {group.first.task.name}"
                 self.console.print(text, style="dim", highlight=False, markup=False)
             else:
                 alone.setdefault(group.reason, []).append(group.first)

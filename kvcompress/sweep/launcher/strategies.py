@@ -18,7 +18,7 @@ from kvcompress.measure.measuring import without_peaks
 from kvcompress.sweep import batches
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.launcher.cell_run import CellRun
-from kvcompress.sweep.launcher.memory_plan import new_tokens, split_to_fit
+from kvcompress.sweep.launcher.memory_plan import Starts, new_tokens, split_to_fit
 from kvcompress.sweep.launcher.options import Options
 from kvcompress.sweep.launcher.sample import SampleResult, Workload, checked, has_sliding_layers, run_sample
 
@@ -63,27 +63,28 @@ class FromPrefill:
 
 @dataclass(frozen=True)
 class Joint:
-    """Cells from the shared prefill, their decode steps as rows of one batch; in turns where memory is limited."""
+    """Cells from shared prefills or their own, their decode steps in common forwards; in turns where memory is limited."""
 
     workload: Workload
-    shared: SharedPrefill
+    starts: Starts
     options: Options
 
     def run(self, cells: Sequence[CellRun], samples: Sequence[Sample]) -> Results:
         for sample in samples:
-            for turn in split_to_fit(cells, self.shared, new_tokens(sample), self.options.memory) if cells else []:
+            for turn in split_to_fit(cells, self.starts, new_tokens(sample), self.options.memory) if cells else []:
                 yield from self._turn(turn, sample)
 
     def _turn(self, turn: Sequence[CellRun], sample: Sample) -> Results:
         jobs = [(cell.spec.method, partial(cell.spec.task.run, sample=sample)) for cell in turn]
         with without_peaks():
             kernel = str(turn[0].spec.config.kernel)
-            results, share = decode_together(self.workload.model, jobs, self.shared, kernel)
+            starts = [self.starts.get(cell.spec.run_id) for cell in turn]
+            results, share = decode_together(self.workload.model, jobs, starts, kernel, self.workload.tokenizer)
         kind = "separate" if share == 0.0 else "together" if share == 1.0 else "partly together"
         why = None if share else "the memory limit" if len(turn) == 1 else "no step could be taken together"
         for cell, out in zip(turn, results, strict=True):
-            if self.options.check and not isinstance(out, BaseException):
-                out = checked(cell.spec, self.workload, sample, self.shared, out)
+            if self.options.check and not cell.spec.task.joins and not isinstance(out, BaseException):
+                out = checked(cell.spec, self.workload, sample, self.starts.get(cell.spec.run_id), out)
                 yield cell, sample, SampleResult(out, f"{kind}, checked", why)
             else:
                 yield cell, sample, SampleResult(out, kind, why)
