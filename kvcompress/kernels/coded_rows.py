@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -82,13 +82,14 @@ def _bytes(values: Tensor, bits: int) -> Tensor:
     return values[codes].contiguous()
 
 
-def looked_up(codes: Tensor, meaning: Levels, high: Tensor | None = None) -> Tensor:
+def looked_up(codes: Tensor, table: Tensor, high: Tensor | None = None) -> Tensor:
     """Float32 numbers `[..., m * 8 / bits]` of packed codes `[..., m]` (`packing.pack`).
 
     Args:
+        table: `Levels.bytes` where the codes are.
         high: the highest bits of 3, `[..., m / 2]`; `codes` are the lower two.
     """
-    table, index = meaning.bytes.on(codes.device), codes.int()
+    index = codes.int()
     if high is not None:
         index = index | (torch.stack([high & 15, high >> 4], dim=-1).flatten(-2).int() << 8)
     per = table.shape[1]
@@ -168,13 +169,14 @@ class CodedRows:
         return batch, heads, slots, width * (1 if self.meaning is None else self.meaning.bytes.value.shape[1])
 
     def dot(self, q: Tensor) -> Tensor:
-        logits = self._unscaled().dot(q)
+        logits = _taken_whole(code_dot, self.codes)(q, self.codes, self._table, self.high)
         if self.scale is not None:
             logits = logits * self.scale.float().mT
         return logits if self.zero is None else torch.addcmul(logits, q.sum(-1, keepdim=True), self.zero.float().mT)
 
     def weigh(self, p: Tensor) -> Tensor:
-        total = self._unscaled().weigh(p if self.scale is None else p * self.scale.float().mT)
+        scaled = p if self.scale is None else p * self.scale.float().mT
+        total = _taken_whole(code_weigh, self.codes)(scaled, self.codes, self._table, self.high)
         return total if self.zero is None else total + torch.matmul(p, self.zero.float())
 
     def whole(self) -> Tensor:
@@ -183,21 +185,15 @@ class CodedRows:
     def numbers(self, at: Block) -> Tensor:
         """Rows of a block, float32."""
         heads, slots = at
-        found = self._numbers(at)
+        found = _numbers(self.codes, self._table, self.high, at)
         scale, zero = (None if x is None else x[:, heads, slots].float() for x in (self.scale, self.zero))
         if scale is not None and zero is not None:
             return torch.addcmul(zero, found, scale)
         return found if scale is None else found * scale
 
-    def _numbers(self, at: Block) -> Tensor:
-        codes = self.codes[:, at[0], at[1]]
-        if self.meaning is None:
-            return codes.float()
-        return looked_up(codes, self.meaning, None if self.high is None else self.high[:, at[0], at[1]])
-
-    def _unscaled(self) -> MadeRows:
-        _, heads, slots, _ = self.shape
-        return MadeRows(self._numbers, self.shape, self.codes.device, by_lane=heads > slots)
+    @property
+    def _table(self) -> Tensor | None:
+        return None if self.meaning is None else self.meaning.bytes.on(self.codes.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +220,54 @@ class RowsBeside:
 
     def _widths(self) -> list[int]:
         return [part.shape[3] for part in self.parts]
+
+
+# ---------------------------------------------------------------------- products with codes alone
+
+
+def code_dot(q: Tensor, codes: Tensor, table: Tensor | None, high: Tensor | None) -> Tensor:
+    """Products `[b, h, G, n]` of queries `[b, h, G, W]` with what codes stand for, without their scales."""
+    return _unscaled(codes, table, high).dot(q)
+
+
+def code_weigh(p: Tensor, codes: Tensor, table: Tensor | None, high: Tensor | None) -> Tensor:
+    """Sums `[b, h, G, W]` by weights `[b, h, G, n]` of what codes stand for, without their scales."""
+    return _unscaled(codes, table, high).weigh(p)
+
+
+def _unscaled(codes: Tensor, table: Tensor | None, high: Tensor | None) -> MadeRows:
+    batch, heads, slots, width = codes.shape
+    shape = batch, heads, slots, width * (1 if table is None else table.shape[1])
+    return MadeRows(partial(_numbers, codes, table, high), shape, codes.device, by_lane=heads > slots)
+
+
+def _numbers(codes: Tensor, table: Tensor | None, high: Tensor | None, at: Block) -> Tensor:
+    codes, high = codes[:, at[0], at[1]], None if high is None else high[:, at[0], at[1]]
+    return codes.float() if table is None else looked_up(codes, table, high)
+
+
+# A step that is traced takes each as one operation: a compiler would make all numbers at once where these make a block.
+_ops = torch.library.Library("kvcompress", "FRAGMENT")
+for _run in (code_dot, code_weigh):
+    _ops.define(f"{_run.__name__}(Tensor x, Tensor codes, Tensor? table, Tensor? high) -> Tensor")
+    _ops.impl(_run.__name__, _run, "CompositeExplicitAutograd")
+
+
+def _like_dot(x: Tensor, codes: Tensor, table: Tensor | None, high: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:3], codes.shape[2])
+
+
+def _like_weigh(x: Tensor, codes: Tensor, table: Tensor | None, high: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:3], codes.shape[3] * (1 if table is None else table.shape[1]))
+
+
+_ops.impl("code_dot", _like_dot, "Meta")
+_ops.impl("code_weigh", _like_weigh, "Meta")
+
+
+def _taken_whole(run: Callable[..., Tensor], codes: Tensor) -> Callable[..., Tensor]:
+    """`run` itself, or as one operation where `codes` is a stand-in for a tensor of a step that is traced."""
+    return run if type(codes) is Tensor else getattr(torch.ops.kvcompress, run.__name__)
 
 
 # ---------------------------------------------------------------------- attention

@@ -15,8 +15,8 @@ from kvcompress.kernels.triton_decode import LEAST_LANES, MOST_SPLITS, PROGRAMS
 Tensor = torch.Tensor
 
 BLOCK = 64  # slots of a buffer that a program reads at a time; of lanes, those of a lane
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-STAGES = 3  # blocks that Triton has under way
+SMALL_BLOCK = 32  # where 64 take more registers than there are: compiled for sm80 and sm90
+TILES = {torch.float16: 2.5, torch.bfloat16: 2.5, torch.float32: 1.5}  # shared memory in blocks of keys, and of values
 BESIDE = ("high", "scale", "zero")
 
 
@@ -31,7 +31,7 @@ def unsupported_reason(
     """Why the kernel cannot read these rows on a card with `shared` bytes of shared memory per block, or None."""
     if features.sinks is not None:
         return "attention sinks take a share of the softmax"
-    if dtype not in DTYPES:
+    if dtype not in TILES:
         return f"queries are {dtype}"
     if not _plain(keys) or not _plain(values):
         return "rows are made of more than codes, scales and zeros of a token"
@@ -41,10 +41,17 @@ def unsupported_reason(
     return None if needed <= shared else f"blocks take {needed} bytes of shared memory, the card has {shared}"
 
 
-def shared_memory(dtype: torch.dtype, keys: Rows, values: Rows) -> int:
-    """Bytes of shared memory that a block of keys, one of values and the query take at most."""
-    width, value_width = (max(16, 1 << (rows.shape[3] - 1).bit_length()) for rows in (keys, values))
-    return STAGES * BLOCK * (width + value_width) * dtype.itemsize + 16 * (width + BLOCK) * dtype.itemsize
+def shared_memory(dtype: torch.dtype, keys: CodedRows, values: CodedRows) -> int:
+    """Bytes of shared memory that a program takes at most."""
+    widths = sum(max(16, 1 << (rows.shape[3] - 1).bit_length()) for rows in (keys, values))
+    return int(TILES[dtype] * block_size(dtype, keys, values) * widths * dtype.itemsize)
+
+
+def block_size(dtype: torch.dtype, keys: CodedRows, values: CodedRows) -> int:
+    """Slots of a buffer that a program reads at a time."""
+    width, bits = max(keys.shape[3], values.shape[3]), max(_bits(keys), _bits(values))
+    wide = width * dtype.itemsize > 256 or (bits == 3 and width > 64)
+    return SMALL_BLOCK if wide else BLOCK
 
 
 def _plain(rows: Rows) -> TypeGuard[CodedRows]:
@@ -84,7 +91,8 @@ def decode(
     (keys, values), capacity = _aligned(keys, values)
     if table is None:
         heads, tokens = keys.shape[1:3]
-        segments, block, most = batch * heads, BLOCK, -(-tokens // BLOCK)
+        segments, block = batch * heads, block_size(q.dtype, keys, values)
+        most = -(-tokens // block)
         strides = positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0
     else:
         segments, most = table.shape
@@ -165,7 +173,11 @@ def _aligned(*sides: CodedRows) -> tuple[list[CodedRows], int]:
     if len(found) == 1 and None not in found:
         return list(sides), found.pop() or 0
     copied = [
-        replace(rows, codes=rows.codes.contiguous(), **{name: x.contiguous() for name in BESIDE if (x := getattr(rows, name)) is not None})
+        replace(
+            rows,
+            codes=rows.codes.contiguous(),
+            **{name: x.contiguous() for name in BESIDE if (x := getattr(rows, name)) is not None},
+        )
         for rows in sides
     ]
     return copied, sides[0].shape[2]

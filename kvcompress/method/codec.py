@@ -11,7 +11,6 @@ import torch
 from kvcompress.method.field_kinds import CheckedFields
 from kvcompress.method.view import Needs, State, Tensor
 
-
 Table = tuple[Tensor, Tensor]  # cosines and sines `[B, h, n, R / 2]` by which keys are rotated
 
 
@@ -95,7 +94,9 @@ class Slots:
             self,
             rotated=_cut(rotated, heads, slots),
             taken=None if taken is None else _cut(taken, heads, slots),
-            table=None if self.table is None else (_cut(self.table[0], heads, slots), _cut(self.table[1], heads, slots)),
+            table=None
+            if self.table is None
+            else (_cut(self.table[0], heads, slots), _cut(self.table[1], heads, slots)),
             owners=None if owners is None else owners[heads],
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,19 +22,23 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 def cut(rows, slots):
     """The first slots of a buffer."""
-    held = {name: x[:, :, :slots] for name in ("codes", "scale", "zero", "high") if (x := getattr(rows, name)) is not None}
+    held = {
+        name: x[:, :, :slots] for name in ("codes", "scale", "zero", "high") if (x := getattr(rows, name)) is not None
+    }
     return CodedRows(**held, meaning=rows.meaning)
 
 
 def operands(kind, slots, batch=2, heads=2, width=16, device="cpu", dtype=torch.float32):
     keys, values = (cut(kind(batch, heads, slots + 9, w)[0], slots) for w in (width, 8 if width == 16 else width))
-    keys = CodedRows(keys.codes, keys.scale / 30, keys.zero, keys.meaning, keys.high)
+    keys, values = (replace(rows, scale=rows.scale / 30) for rows in (keys, values))
     draw = torch.Generator().manual_seed(2)
     q = torch.randn(batch, 3 * heads, 1, width, generator=draw).to(device, dtype)
     positions = torch.arange(slots, dtype=torch.int32).expand(batch, heads, -1).clone()
     positions[torch.rand(positions.shape, generator=draw) < 0.2] = -1
     moved = (
-        CodedRows(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in (r.codes, r.scale, r.zero, r.meaning, r.high)))
+        CodedRows(
+            *(x.to(device) if isinstance(x, torch.Tensor) else x for x in (r.codes, r.scale, r.zero, r.meaning, r.high))
+        )
         for r in (keys, values)
     )
     return q, *moved, positions.to(device)
@@ -71,7 +76,7 @@ def test_codes_are_read_where_they_lie_in_lanes(kind):
     owners = torch.tensor([0, 0, 1, 2, 3, 2, 2])
     table = torch.tensor([[0, 1, -1], [2, -1, -1], [3, 5, 6], [4, -1, -1]], dtype=torch.int32)
     (keys, _), (values, _) = kind(1, 7, 16, 16), kind(1, 7, 16, 8)
-    keys = CodedRows(keys.codes, keys.scale / 30, keys.zero, keys.meaning, keys.high)
+    keys, values = (replace(rows, scale=rows.scale / 30) for rows in (keys, values))
     positions = torch.arange(16, dtype=torch.int32).expand(7, -1).clone()
     positions[[1, 6], 5:] = -1
     q, features = torch.randn(2, 6, 1, 16), AttentionParams(scaling=0.3)
@@ -87,9 +92,9 @@ def test_the_kernel_is_left_to_others_with_the_reason():
     assert "sinks" in reason(torch.float16, keys, keys, AttentionParams(1.0, sinks=torch.zeros(2)), large)
     assert "float64" in reason(torch.float64, keys, keys, plain, large)
     assert "more than codes" in reason(torch.float16, beside(1, 2, 10, 16)[0], keys, plain, large)
-    wide, _ = int8(1, 2, 10, 256)
-    assert "101376" in reason(torch.float32, wide, wide, plain, 101_376)
-    assert reason(torch.bfloat16, *(int8(1, 2, 10, 128)[0] for _ in range(2)), plain, 101_376) is None
+    wide, _ = levels(4)(1, 2, 10, 256)
+    assert "49152" in reason(torch.bfloat16, wide, wide, plain, 49_152)
+    assert reason(torch.bfloat16, wide, wide, plain, 101_376) is None
 
 
 @gpu

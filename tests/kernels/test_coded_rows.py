@@ -76,7 +76,10 @@ def test_rows_multiply_and_add_up_as_the_numbers_that_they_stand_for(kind, shape
     rows, numbers = KINDS[kind](*shape)
     assert rows.shape == tuple(numbers.shape)
     assert torch.allclose(rows.whole(), numbers, atol=1e-6)
-    q, p = torch.randn(*shape[:2], 3, rows.shape[3]), torch.rand(*shape[:3]).softmax(-1)[:, :, None].expand(-1, -1, 3, -1)
+    q, p = (
+        torch.randn(*shape[:2], 3, rows.shape[3]),
+        torch.rand(*shape[:3]).softmax(-1)[:, :, None].expand(-1, -1, 3, -1),
+    )
     scale = numbers.abs().max()
     assert (rows.dot(q) - q @ numbers.mT).abs().max() <= 2e-5 * scale
     assert (rows.weigh(p) - p @ numbers).abs().max() <= 1e-5 * scale
@@ -85,17 +88,21 @@ def test_rows_multiply_and_add_up_as_the_numbers_that_they_stand_for(kind, shape
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_a_byte_of_codes_is_looked_up_as_its_codes_one_by_one(bits):
     packed = torch.arange(256, dtype=torch.uint8).view(4, 64)
-    assert torch.equal(coded_rows.looked_up(packed, levels_of(whole_numbers, bits)), unpack(packed, bits).float())
+    assert torch.equal(
+        coded_rows.looked_up(packed, levels_of(whole_numbers, bits).bytes.value), unpack(packed, bits).float()
+    )
 
 
-@pytest.mark.parametrize("features", [AttentionParams(0.3), AttentionParams(0.3, softcap=2.0), AttentionParams(0.3, sinks=torch.arange(6.0))])
+@pytest.mark.parametrize(
+    "features", [AttentionParams(0.3), AttentionParams(0.3, softcap=2.0), AttentionParams(0.3, sinks=torch.arange(6.0))]
+)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_attention_over_rows_is_a_softmax_over_their_numbers(features, heads, monkeypatch):
     """Grouped queries, a soft cap, sinks, and a mask of as many heads as keys or of all."""
     monkeypatch.setattr(coded_rows, "BLOCK_NUMBERS", 1 << 10)
-    (keys, k), (values, v) = int8(2, heads, 150, 16), levels(4)(2, heads, 150, 8)
-    k = k / 100
-    keys = CodedRows(keys.codes, keys.scale / 100)
+    (large, _), (values, v) = int8(2, heads, 150, 16), levels(4)(2, heads, 150, 8)
+    keys = CodedRows(large.codes, large.scale / 100)
+    k = keys.whole()
     q, held = torch.randn(2, 6, 1, 16, generator=drawn()), torch.rand(2, 2, 1, 150, generator=drawn()) < 0.7
     for allowed in (None, held[:, :1], held):
         wide = (x.expand(-1, max(heads, 1 if allowed is None else allowed.shape[1]), -1, -1) for x in (k, v))

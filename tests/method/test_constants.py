@@ -86,7 +86,10 @@ def test_no_decode_step_of_a_codec_brings_data_from_the_host(name):
 
 
 def test_no_score_of_filters_brings_them_from_the_host():
-    scorer, view = FilterScorer(drawn_filters(MODEL)), SimpleNamespace(keys=torch.randn(1, 2, 9, 16, device=AWAY), layer=1)
+    scorer, view = (
+        FilterScorer(drawn_filters(MODEL)),
+        SimpleNamespace(keys=torch.randn(1, 2, 9, 16, device=AWAY), layer=1),
+    )
     with HostData() as host:
         assert scorer.score(view, None, {}).shape == (1, 2, 9)
     assert host.seen == []
@@ -112,4 +115,6 @@ def test_a_constant_is_copied_once_to_each_device_and_type():
     assert held.on(AWAY) is held.on(AWAY) and held.on(torch.device("cpu")) is held.value
     assert held.on(torch.device("cpu"), torch.half) is held.like(torch.zeros(1).half())
     assert constant(numbers, (0, 1)) is constant(numbers, (0, 1))
-    assert constant(flags, (False, True)).value.dtype == torch.bool and constant(numbers, (0, 1)).value.dtype == torch.long
+    assert (
+        constant(flags, (False, True)).value.dtype == torch.bool and constant(numbers, (0, 1)).value.dtype == torch.long
+    )
