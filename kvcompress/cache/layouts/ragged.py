@@ -261,6 +261,24 @@ class RaggedStore:
         self._room, self._next, self._places = 0, None, None
         self._length = int(self.extents.max())
 
+    def reserve(self, tokens: int) -> None:
+        """Lanes for `tokens` more in each segment."""
+        self._provide((self.extents + tokens).flatten().tolist(), grow=False)
+        self._room, self._places = 0, None
+
+    def holds_room(self, tokens: int) -> bool:
+        """True if the lanes of each segment take `tokens` more."""
+        extents = self.extents.flatten().tolist()
+        return bool(self.lane) and all(
+            len(lanes) * self.lane >= extent + tokens for lanes, extent in zip(self._lanes, extents, strict=True)
+        )
+
+    def written(self, added: Tensor) -> None:
+        """Hold the slots behind each segment's last, which a step has filled: `added [B]` tokens per row, 0 or 1."""
+        self._recount(self.counts + added[:, None])
+        self._room, self._next, self._places = 0, None, None
+        self._length = int(self.extents.max())
+
     def _make_room(self) -> None:
         """Know where each segment's next tokens go, with a new lane for those whose last is full."""
         extents = self.extents.flatten()
