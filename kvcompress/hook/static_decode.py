@@ -198,9 +198,9 @@ class StaticDecodeStep:
         self.forms, self.how = list(forms), how
         self._foreign = [] if how == "static" else foreign_modules(model)  # adapters, as they are in what is recorded
         self._state = state_of(self._foreign)
-        keys = self.forms[0].tensors[0]
-        self.ids = torch.zeros(len(keys), 1, dtype=torch.long, device=keys.device)
-        self.table = torch.tensor([[-1, 1, 1]] * len(keys), device=keys.device)  # no row gets a token
+        batch, device = self.forms[0].batch, self.forms[0].tensors[0].device
+        self.ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.table = torch.tensor([[-1, 1, 1]] * batch, device=device)  # no row gets a token
         inputs = [self.ids, self.table, *(tensor for form in self.forms for tensor in form.tensors)]
         self._run: Callable[[], Tensor] = lambda: step(model, self.forms, *inputs)
         if how == "compiled":

@@ -41,6 +41,7 @@ RAGGED = {
     "AdaKV": make("AdaKV", BUDGET),
     "CriticalKV": make("CriticalKV", BUDGET),
     "PyramidKV": make("PyramidKV", BUDGET),
+    "DuoAttention": make("DuoAttention", 12),
 }
 ALL = EACH_STEP | EVERY_FEW | RAGGED
 

@@ -19,6 +19,12 @@ def lane_size(extents: Tensor) -> int:
     return size
 
 
+def few(n: int) -> int:
+    """A number not below `n`, and at most an eighth (or 7) above it, of which there are few."""
+    unit = max(8, 2 ** (n.bit_length() - 4))
+    return -(-n // unit) * unit
+
+
 class RaggedStore:
     """Named channels `[N, ...]`; segment `b * H + h` holds the slots of row b and head h, in positional order.
 
@@ -262,8 +268,11 @@ class RaggedStore:
         self._length = int(self.extents.max())
 
     def reserve(self, tokens: int) -> None:
-        """Lanes for `tokens` more in each segment."""
+        """Lanes for `tokens` more in each segment, in a buffer of one of few sizes: steps are made for one."""
         self._provide((self.extents + tokens).flatten().tolist(), grow=False)
+        lanes = few(max(self.used, len(self.channels["positions"]) // self.lane))
+        if lanes * self.lane != len(self.channels["positions"]):
+            self._move(lanes * self.lane, self._lanes, self.lane)
         self._room, self._places = 0, None
 
     def holds_room(self, tokens: int) -> bool:

@@ -67,7 +67,7 @@ class AppendForm:
         self.wants, self.decay = compressor.wants_probabilities, needs.decay if needs.mass else None
         channels = store.channels
         keys = channels["keys"]
-        self.slots = keys.shape[2]
+        self.batch, self.slots = keys.shape[0], keys.shape[2]
         self.column = torch.zeros(1, dtype=torch.long, device=keys.device)
         self.beside = [name for name in channels if name not in ("keys", "values", "positions")]
         if "mass" in self.beside:  # first of those beside

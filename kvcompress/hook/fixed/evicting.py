@@ -59,7 +59,7 @@ class EvictForm:
         for name in store.channels:
             store.spread(name)
         keys = store.channels["keys"]
-        self.slots = keys.shape[2]
+        self.batch, self.slots = keys.shape[0], keys.shape[2]
         beside = sorted((name for name in store.channels if name not in KV), key=lambda name: name != "mass")
         self.buffers = {name: store.channels[name] for name in (*KV, *beside)}
         self._n = len(self.buffers)
@@ -81,7 +81,6 @@ class EvictForm:
 
     def _use(self, layer: CompressedLayer, store: DenseStore) -> None:
         self._layer, self.store = weakref.ref(layer), store
-        self._known: list[Tensor] | None = None  # the limits as they were copied last
 
     def _wanted(self, layer: CompressedLayer, tokens: int) -> int:
         """Slots that the fullest head fills within `tokens` steps, and one for a new token."""
@@ -193,7 +192,7 @@ class EvictForm:
             self._arrange(layer)
         cache = layer.context()
         assert isinstance(cache, CompressedCache)
-        if self._known is None or not torch.equal(mean_kept(cache), self._known[-1]):
+        if self._kept is None or not torch.equal(mean_kept(cache), self._kept):
             self._limit(layer, cache)
 
     def _arrange(self, layer: CompressedLayer) -> None:
@@ -203,6 +202,7 @@ class EvictForm:
         positions = self.buffers["positions"]
         self.order.copy_(positions.argsort(dim=2, stable=True))
         self._dirty = self._steady = False
+        self._kept: Tensor | None = None  # what rows kept when the limits were copied last
         if self.ring is not None:
             self.ring.load(queries)
             layer.queries = None
@@ -219,7 +219,7 @@ class EvictForm:
         window = torch.zeros_like(target) if protection is None else protection.window
         for buffer, value in ((self.target, target), (self.sinks, sinks), (self.window, window)):
             buffer.copy_(value)
-        self._known = [target, mean_kept(cache)]
+        self._kept = mean_kept(cache)
 
     def written(self, forward: Forward) -> None:
         layer = self._layer()

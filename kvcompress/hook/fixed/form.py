@@ -56,12 +56,14 @@ class LayerForm(Protocol):
 
     Attributes:
         signature: what a traced step depends on beside shapes.
+        batch: rows.
         slots: columns of keys.
         kernel: name of the attention, for reports.
         tensors: all that `write` and `attend` read or change, always the same ones.
     """
 
     signature: Hashable
+    batch: int
     slots: int
     kernel: str
     tensors: list[Tensor]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 
 import torch
+import torch.nn.functional as F
 
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import RaggedStore
+from kvcompress.cache.layouts.ragged import few
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.fixed.appending import Firing
 from kvcompress.hook.fixed.attending import QueryRing
@@ -50,9 +52,13 @@ class LaneForm:
         self.wants, self.decay = compressor.wants_probabilities, needs.decay if needs.mass else None
         beside = sorted((name for name in store.channels if name not in KV), key=lambda name: name != "mass")
         self.buffers = {name: store.channels[name] for name in (*KV, *beside)}
-        self._n, self.heads = len(self.buffers), store.heads
+        self._n, self.heads, self.batch = len(self.buffers), store.heads, store.counts.shape[0]
         owners, table = store.owners(), store.table()
-        self.lane, self.lanes = store.lane, len(owners)
+        self.lane, self.used = store.lane, len(owners)
+        self.lanes = len(self.buffers["positions"]) // self.lane
+        # lanes that belong to no segment yet hold nothing, so that it does not matter whose they are taken for
+        owners = F.pad(owners, (0, self.lanes - self.used))
+        table = F.pad(table, (0, few(table.shape[1]) - table.shape[1]), value=-1)
         self.slots = self.lane * table.shape[1]
         device = owners.device
         self.extents = torch.zeros(store.counts.numel(), dtype=torch.long, device=device)
@@ -114,7 +120,7 @@ class LaneForm:
     def serves(self, layer: CompressedLayer, tokens: int) -> bool:
         store = self.store
         same = layer.holds(store) and all(store.channels.get(name) is held for name, held in self.buffers.items())
-        same = same and len(store.channels) == len(self.buffers) and store.used == self.lanes  # none has come since
+        same = same and len(store.channels) == len(self.buffers) and store.used == self.used  # none has come since
         if not same:
             return False
         return store.holds_room(tokens if self._firing is None else self._firing.room(layer, tokens))
