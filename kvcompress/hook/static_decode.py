@@ -202,7 +202,7 @@ class StaticDecodeStep:
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.table = torch.tensor([[-1, 1, 1]] * batch, device=device)  # no row gets a token
         inputs = [self.ids, self.table, *(tensor for form in self.forms for tensor in form.tensors)]
-        self._run: Callable[[], Tensor] = lambda: step(model, self.forms, *inputs)
+        self._run: Callable[[], Tensor] = lambda: step(model, forms, *inputs)
         if how == "compiled":
             made = compiled(model, self.forms, inputs)
             self._run = lambda: made(*inputs)

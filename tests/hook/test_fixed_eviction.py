@@ -10,9 +10,9 @@ from small_models import left_padded, random_ids, small_model
 from kvcompress import compress
 from kvcompress.hook import static_decode
 from kvcompress.method import Schedule
-from kvcompress.methods import CAKE, H2O, SnapKV, StreamingLLM
+from kvcompress.methods import CAKE, H2O, StreamingLLM
 
-BUDGET = 8
+BUDGET = 7
 STEPS = 3 * BUDGET
 EACH_STEP = {
     "H2O": make("H2O", BUDGET),
@@ -37,13 +37,27 @@ EVERY_FEW = {
         schedule=Schedule(every=4, until="</think>", until_ids=tuple(range(0, 128, 9)))
     ),
 }
-RAGGED = {
+OTHERS = {
+    "SnapKV": make("SnapKV", BUDGET),
+    "H2O in the prompt only": make("H2O", BUDGET, decode=False),
     "AdaKV": make("AdaKV", BUDGET),
     "CriticalKV": make("CriticalKV", BUDGET),
     "PyramidKV": make("PyramidKV", BUDGET),
     "DuoAttention": make("DuoAttention", 12),
 }
-ALL = EACH_STEP | EVERY_FEW | RAGGED
+ALL = EACH_STEP | EVERY_FEW | OTHERS
+FAMILIES = {
+    "H2O",
+    "TOVA",
+    "KeyDiff",
+    "StreamingLLM compact",
+    "QFilters",
+    "CAKE",
+    "RKV",
+    "Scissorhands",
+    "H2O newline",
+    "AdaKV",
+}
 
 
 def course(model, method, decode, ids, mask=None, steps=STEPS):
@@ -87,10 +101,11 @@ def assert_same(eager, fixed, how="static"):
         assert {k: ours[k] for k in ("keys_values", "full")} == {k: theirs[k] for k in ("keys_values", "full")}
 
 
-@pytest.mark.parametrize(("name", "kv_heads"), grid(ALL, [2, 1, 4], short=lambda name, heads: heads == 2))
+@pytest.mark.parametrize(
+    ("name", "kv_heads"), grid(ALL, [2, 1, 4], short=lambda name, heads: heads == 2 and name in FAMILIES)
+)
 def test_fixed_steps_leave_what_eager_steps_leave(name, kv_heads):
-    options = {} if kv_heads == 2 else {"num_key_value_heads": kv_heads}
-    model, ids = small_model(**options), random_ids(1, 30)
+    model, ids = small_model(num_key_value_heads=kv_heads, num_hidden_layers=2), random_ids(1, 24)
     assert_same(course(model, ALL[name], "eager", ids), course(model, ALL[name], "static", ids))
 
 
@@ -105,14 +120,14 @@ def test_fixed_steps_leave_what_eager_steps_leave(name, kv_heads):
     ),
 )
 def test_padded_rows_leave_what_eager_steps_leave(name, lengths):
-    model = small_model()
+    model = small_model(num_hidden_layers=2)
     ids, mask = left_padded(list(lengths))
     assert_same(course(model, ALL[name], "eager", ids, mask), course(model, ALL[name], "static", ids, mask))
 
 
 @pytest.mark.parametrize("name", grid(ALL, short=["H2O", "AdaKV"].__contains__))
 def test_a_row_that_has_ended_neither_takes_nor_drops_a_token(name):
-    model = small_model()
+    model = small_model(num_hidden_layers=2)
     ids, mask = left_padded([20, 16, 18])
     found = []
     for decode in ("eager", "static"):
@@ -126,8 +141,8 @@ def test_a_row_that_has_ended_neither_takes_nor_drops_a_token(name):
 
 def test_a_prompt_below_the_budget_grows_to_it_first():
     model, ids = small_model(), random_ids(1, 5)
-    for method in (H2O(budget=BUDGET), StreamingLLM(budget=BUDGET, sinks=2)):
-        assert_same(course(model, method, "eager", ids), course(model, method, "static", ids))
+    method = StreamingLLM(budget=BUDGET, sinks=2)
+    assert_same(course(model, method, "eager", ids), course(model, method, "static", ids))
 
 
 @pytest.mark.parametrize(
@@ -150,19 +165,17 @@ def test_a_step_is_one_graph_that_asks_the_host_for_nothing(name, monkeypatch):
     assert not called & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default"}
 
 
-def test_one_capture_serves_the_prompts_that_follow(monkeypatch):
-    model, captures = small_model(), []
+@pytest.mark.parametrize("name", ["H2O", "SnapKV", "RKV"])
+def test_one_capture_serves_the_prompts_that_follow(name, monkeypatch):
+    model, captures, found = small_model(num_hidden_layers=2), [], []
     monkeypatch.setattr(static_decode, "captured", lambda run: captures.append(run) or run)
-    for method in (H2O(budget=BUDGET), SnapKV(budget=BUDGET, window=3), make("RKV", BUDGET, interval=5)):
-        captures.clear()
-        found = []
-        for decode in ("eager", "static"):
-            with compress(model, method, decode=decode) as session:
-                session.stepper.decode = "graph" if decode == "static" else decode  # which asks for a CUDA device
-                for seed in (1, 2, 3):
-                    session.prefill(random_ids(1, 20 + seed, seed=seed))
-                    found.append((session.generate(12).tokens, held(session.cache, 0)))
-        assert found[:3] == found[3:] and len(captures) == 1
+    for decode in ("eager", "static"):
+        with compress(model, ALL[name], decode=decode) as session:
+            session.stepper.decode = "graph" if decode == "static" else decode  # which asks for a CUDA device
+            for seed in (1, 2):
+                session.prefill(random_ids(1, 20 + seed, seed=seed))
+                found.append((session.generate(12).tokens, held(session.cache, 0)))
+    assert found[:2] == found[2:] and len(captures) == 1
 
 
 def test_buffers_that_another_cache_still_holds_are_left_alone(monkeypatch):

@@ -68,7 +68,7 @@ class AppendForm:
         channels = store.channels
         keys = channels["keys"]
         self.batch, self.slots = keys.shape[0], keys.shape[2]
-        self.column = torch.zeros(1, dtype=torch.long, device=keys.device)
+        self.column = torch.full((1,), store.length, device=keys.device)
         self.beside = [name for name in channels if name not in ("keys", "values", "positions")]
         if "mass" in self.beside:  # first of those beside
             self.beside.sort(key=lambda name: name != "mass")
@@ -100,7 +100,7 @@ class AppendForm:
         after = 3 + len(self.beside)
         if self.ring is not None:
             QueryRing.write(held[after + 1 :], q, rows)
-        held[after].add_(1)
+        held[after].add_((rows.query >= 0).any())  # a step that is tried out stays where it is
         return output
 
     # ------------------------------------------------------------------ Python's account
@@ -141,7 +141,7 @@ class AppendForm:
 
     def written(self, forward: Forward) -> None:
         self.store.written(forward.real, forward.added)
-        self._column += 1
+        self._column = self._column + 1 if forward.real is None or bool(forward.real.any()) else -1
 
     def settle(self) -> None:
         layer = self._layer()

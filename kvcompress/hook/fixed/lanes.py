@@ -61,7 +61,7 @@ class LaneForm:
         table = F.pad(table, (0, few(table.shape[1]) - table.shape[1]), value=-1)
         self.slots = self.lane * table.shape[1]
         device = owners.device
-        self.extents = torch.zeros(store.counts.numel(), dtype=torch.long, device=device)
+        self.extents = store.extents.flatten().to(device)
         self._seen: Tensor | None = None
         keys = self.buffers["keys"]
         wide = keys.new_zeros(store.counts.shape[0], store.heads, 0, keys.shape[1])
