@@ -19,6 +19,7 @@ class FilterScorer(Scorer):
 
     filters: Tensor
     recent: int = 0
+    traceable: ClassVar[bool] = True
 
     def window(self, kept: Tensor) -> Tensor:
         return torch.full_like(kept, self.recent)
