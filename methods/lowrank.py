@@ -193,7 +193,8 @@ class LowRankCodec(Codec):
         if self.bits is None:
             return CodedRows(channels[name])
         meaning = None if self.bits == 8 else levels_of(whole_numbers, self.bits)
-        return CodedRows(channels[name], *(channels[name + mark] for mark in MARKS), meaning)
+        scale, zero = (channels[name + mark] for mark in MARKS)
+        return CodedRows(channels[name], scale, zero, meaning)
 
     def _latents(self, channels: dict[str, Tensor], slots: Slots) -> dict[str, Tensor]:
         if self.bits is None:

@@ -165,6 +165,8 @@ def _over_lanes(
     """Single queries over segments of different lengths, read where they lie."""
     owners, encoding = store.owners(), layer.encoding
     positions, rows = store.in_lanes("positions"), encoding.lane_rows(store)
+    k: Tensor | Rows
+    v: Tensor | Rows
     gpu = not observer.wants_probabilities and params.sinks is None and triton_decode.usable(q)
     if rows is not None and (not gpu or triton_codes.usable(q, *rows, params)):
         query, (k, v) = encoding.encode_query(q, forward, store.heads), rows
@@ -172,10 +174,10 @@ def _over_lanes(
         query, k, v = encoding.lane_operands(q, store, forward)
     if gpu:
         observer.stats.note_kernel("triton")
-        if isinstance(k, Tensor):
+        if isinstance(k, Tensor) and isinstance(v, Tensor):
             output = triton_decode.decode(query, k, v, positions, store.table(), params)
         else:
-            output = triton_codes.decode(query, k, v, positions, params, store.table())
+            output = triton_codes.decode(query, k, v, positions, params, store.table())  # type: ignore[arg-type]
         return encoding.decode_output(output, forward, store.heads), None
     observer.stats.note_kernel("lanes")
     output, p = lane_attention(query, k, v, positions < 0, owners, store.heads, params)

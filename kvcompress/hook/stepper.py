@@ -145,7 +145,9 @@ class DecodeStepper:
         cache = self._caches.adopt(self._runner.current())
         rows = torch.ones(len(ids), dtype=torch.bool) if real is None else real.bool().cpu()
         previous, unchanged = cache.logits, cache.sequence
-        forward = self._planner.plan(cache, ids, request=ForwardRequest("decode", rows[:, None]))
+        before = torch.zeros(len(ids), dtype=torch.long) if cache.real is None else cache.real
+        at = (before + rows.long() - 1).clamp(min=0)[:, None]  # position ids, as of an eager step
+        forward = self._planner.plan(cache, ids, request=ForwardRequest("decode", rows[:, None]), position_ids=at)
         if fixed_step.due(forward):
             cache.restore(unchanged)
             return None

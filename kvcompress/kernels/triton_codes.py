@@ -61,7 +61,7 @@ def _plain(rows: Rows) -> TypeGuard[CodedRows]:
 def _shared(device: torch.device) -> int:
     if device.type != "cuda":  # interpreted
         return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 49_152))
 
 
 def decode(

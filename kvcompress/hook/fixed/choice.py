@@ -6,10 +6,11 @@ from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import DenseStore, RaggedStore
 from kvcompress.hook.compression import Compressor
 from kvcompress.hook.fixed.appending import AppendForm, Firing
+from kvcompress.hook.fixed.coded import CodedForm
 from kvcompress.hook.fixed.evicting import EvictForm
 from kvcompress.hook.fixed.form import LayerForm
 from kvcompress.hook.fixed.lanes import LaneForm
-from kvcompress.method import Scorer
+from kvcompress.method import GroupedCodec, Plain, Scorer
 
 # A layer that evicts in each step is held with padding where rows and heads differ: up to so many times what is valid.
 MOST_PADDING = 2.0
@@ -19,8 +20,10 @@ PLAIN = {"keys", "values", "positions"}
 def unsupported_method(compressor: Compressor) -> str | None:
     """Why no layer of this method can take part, or None."""
     parts, scorer = compressor.parts, compressor.parts.scorer
-    if parts.codec.name != "plain":
-        return f"codec={parts.codec.name} encodes new tokens as they come"
+    if isinstance(parts.codec, GroupedCodec):
+        return f"codec={parts.codec.name} encodes new tokens in groups"
+    if not isinstance(parts.codec, Plain) and compressor.limited and parts.schedule.in_decode:
+        return f"codec={parts.codec.name} holds codes, and schedule={parts.schedule} evicts while decoding"
     if not parts.reader.reads_all:
         return f"reader={parts.reader.name} chooses what each step reads"
     if not compressor.limited or scorer is None:
@@ -44,8 +47,10 @@ def unsupported_layer(layer: CompressedLayer, compressor: Compressor) -> str | N
     store = layer.store
     if store is None:
         return "nothing is held yet"
-    if not isinstance(store, DenseStore | RaggedStore) or layer.encoding.is_encoded:
+    if not isinstance(store, DenseStore | RaggedStore) or layer.encoding.groups is not None:
         return f"layer {layer.index} holds another form than keys and values"
+    if not isinstance(compressor.parts.codec, Plain):
+        return _unsupported_codes(layer, store)
     if not {*store.channels} >= PLAIN:
         return f"layer {layer.index} holds no keys and values of its own"
     if isinstance(store, DenseStore) and store.get("keys").shape[1] != store.heads:
@@ -62,6 +67,17 @@ def unsupported_layer(layer: CompressedLayer, compressor: Compressor) -> str | N
             )
         if layer.encoding.compact_rope is not None:
             return _unsupported_ranks(layer, store, compressor)
+    return None
+
+
+def _unsupported_codes(layer: CompressedLayer, store: DenseStore | RaggedStore) -> str | None:
+    if not layer.encoding.is_encoded:
+        return f"layer {layer.index} holds nothing in the form of its codec yet"
+    if isinstance(store, RaggedStore):
+        return f"layer {layer.index} holds codes, of different numbers of tokens in its rows or heads"
+    shift = layer.context().sequence.shift
+    if shift is not None and bool(shift.any()):
+        return "position ids lie ahead of positions, by which codes are turned back"
     return None
 
 
@@ -89,6 +105,8 @@ def forms(layers: list[CompressedLayer], compressor: Compressor, tokens: int) ->
 
 
 def _form(layer: CompressedLayer, compressor: Compressor, tokens: int) -> LayerForm:
+    if layer.encoding.is_encoded:
+        return CodedForm(layer, compressor, tokens)
     schedule, window = compressor.parts.schedule, compressor.needs.window
     decides = compressor.limited and schedule.in_decode
     ring = window if decides and window > 1 else 0
