@@ -41,6 +41,8 @@ class IndicatorScorer(WindowScorer):
 
     gamma: float = 200.0
     last_query: bool = True
+    traceable: ClassVar[bool] = True  # where it is asked after each token: then by the last query alone
+    in_order: ClassVar[bool] = True
 
     def votes(self, view: LayerView, observed: Observed) -> Tensor:
         if view.phase == "decode" and self.last_query:

@@ -27,6 +27,7 @@ class StreamingScorer(Scorer):
 
     first: int = 128
     last: int = 256
+    traceable: ClassVar[bool] = True
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         positions = view.positions

@@ -11,6 +11,7 @@ import torch
 
 from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.calibrate.head_profile import unstable_heads
+from kvcompress.common.constants import constant, flags, numbers
 from kvcompress.common.hashing import content_hash
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor
 from kvcompress.method.budget import Budget, is_unlimited
@@ -96,7 +97,7 @@ class FlexiCacheReader(PagedReader):
         found = torch.full((*pages.shape, most), -1, device=device)
         scored = [h for h, is_stable in enumerate(stable) if ranks or not is_stable]
         if scored:
-            heads = torch.tensor(scored, device=device)
+            heads = constant(numbers, tuple(scored)).on(device)
             scores = index.upper(q, None if len(scored) == len(stable) else heads, self.bound_width).amax(2)
             found[:, heads] = top_pages(scores, wanted, pages[:, heads] - 1)
         if not any(stable):
@@ -115,7 +116,7 @@ class FlexiCacheReader(PagedReader):
         if all(stable):
             return mine
         found = torch.nn.functional.pad(found, (0, mine.shape[2] - found.shape[2]), value=-1)
-        return torch.where(torch.tensor(stable, device=device)[:, None], mine, found)
+        return torch.where(constant(flags, stable).on(device)[:, None], mine, found)
 
     def hold(self, index: PageIndex, state: State) -> Tensor | None:
         if "due" in state:

@@ -33,6 +33,7 @@ class HeavyHitterScorer(Scorer):
     group_reduce: GroupReduce = "mean"
     normalise: bool = False
     decay: float = 1.0
+    traceable: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvcompress.kernels.coded_rows import CodedRows
 from kvcompress.method import Codec, Method, Slots, Tensor
 
 LEVELS = 127
@@ -24,10 +25,12 @@ class Int8Codec(Codec):
         return {"key_codes": k, "key_scale": k_scale, "value_codes": v, "value_scale": v_scale}
 
     def decode(self, channels: dict[str, Tensor], slots: Slots) -> tuple[Tensor, Tensor]:
-        return (
-            (channels["key_codes"].float() * channels["key_scale"].float()).to(slots.dtype),
-            (channels["value_codes"].float() * channels["value_scale"].float()).to(slots.dtype),
-        )
+        keys, values = self.rows(channels, slots)
+        return keys.whole().to(slots.dtype), values.whole().to(slots.dtype)
+
+    def rows(self, channels: dict[str, Tensor], slots: Slots) -> tuple[CodedRows, CodedRows]:
+        keys = CodedRows(channels["key_codes"], channels["key_scale"])
+        return keys, CodedRows(channels["value_codes"], channels["value_scale"])
 
     @staticmethod
     def _coded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,18 @@ class KeyDifferenceScorer(Scorer):
 
     sinks: int = 0
     recent: int = 0
+    traceable: ClassVar[bool] = True
 
     def window(self, kept: Tensor) -> Tensor:
         return torch.full_like(kept, self.recent)
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
-        keys = F.normalize(view.keys.float(), dim=-1).masked_fill((view.positions < 0)[..., None], 0.0)
-        return -(keys * F.normalize(keys.sum(2, keepdim=True), dim=-1)).sum(-1)
+        keys = view.keys.float()
+        # keys are read three times and never written: what would scale them to length 1 is put into sum and product
+        scale = keys.norm(dim=-1, keepdim=True).clamp(min=1e-12).reciprocal()
+        scale = scale.masked_fill((view.positions < 0)[..., None], 0.0)
+        anchor = F.normalize(scale.transpose(2, 3) @ keys, dim=-1)
+        return -(keys @ anchor.transpose(2, 3) * scale).squeeze(-1)
 
 
 @dataclass(frozen=True, kw_only=True)

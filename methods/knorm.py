@@ -15,6 +15,8 @@ from kvcompress.method.apportion import evenly
 class KeyNormScorer(Scorer):
     """Minus the norm of a key, in float32. Rotation keeps norms, so it does not matter where it is taken."""
 
+    traceable: ClassVar[bool] = True
+
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         return -torch.linalg.vector_norm(view.keys.float(), dim=-1)
 

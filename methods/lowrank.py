@@ -11,9 +11,10 @@ import torch
 
 from kvcompress.calibrate import latent_attention, low_rank
 from kvcompress.calibrate.low_rank import Allocation, Basis, CalibrationText, Side, allocate
+from kvcompress.kernels.coded_rows import CodedRows, MadeRows, Rows, RowsBeside, levels_of, whole_numbers
 from kvcompress.method import Codec, Method, Plain, Slots, Tensor
 from kvcompress.method.latents import GroupLatents, JointLatent, Latents, spread
-from kvcompress.method.packing import check_bits, dequantise, pack, quantise, unpack
+from kvcompress.method.packing import check_bits, pack, quantise
 
 Form = Literal["palu", "mla"]
 POSITION = 4  # bytes of a token's position in a layer, where all heads hold the same
@@ -169,14 +170,39 @@ class LowRankCodec(Codec):
         layer = self._of(slots)
         return layer.rope_dims if isinstance(layer, JointLatent) else 0
 
+    def rows(self, channels: dict[str, Tensor], slots: Slots) -> tuple[Rows, Rows] | None:
+        layer = self._of(slots)
+        if isinstance(layer, JointLatent):
+            if self.bits is None:
+                return None
+            latent = self._coded("latent", channels)
+            return (RowsBeside((CodedRows(channels["rope"]), latent)) if "rope" in channels else latent), latent
+        key_latent, value_latent = (self._coded(name, channels) for name in ("key_latent", "value_latent"))
+        ready, lanes = slots.with_table(), slots.owners is not None
+        batch, heads, n, _ = key_latent.shape
+        shape, device = (batch, heads, n, layer.head_dim), key_latent.codes.device
+        keys = MadeRows(lambda at: layer.keys_of(key_latent.numbers(at), ready.part(*at)), shape, device, lanes)
+        if layer.group == 1:
+            return keys, value_latent
+        return keys, MadeRows(
+            lambda at: layer.values_of(value_latent.numbers(at), slots.part(*at)), shape, device, lanes
+        )
+
+    def _coded(self, name: str, channels: dict[str, Tensor]) -> CodedRows:
+        """One latent as it is held."""
+        if self.bits is None:
+            return CodedRows(channels[name])
+        meaning = None if self.bits == 8 else levels_of(whole_numbers, self.bits)
+        scale, zero = (channels[name + mark] for mark in MARKS)
+        return CodedRows(channels[name], scale, zero, meaning)
+
     def _latents(self, channels: dict[str, Tensor], slots: Slots) -> dict[str, Tensor]:
         if self.bits is None:
             return channels
         found: dict[str, Tensor] = {}
         for name in ("key_latent", "value_latent", "latent"):
             if name in channels:
-                codes = unpack(channels[name], self.bits)
-                value = dequantise(codes, *(channels[name + mark] for mark in MARKS)).to(slots.dtype)
+                value = self._coded(name, channels).whole().to(slots.dtype)
                 found[name] = torch.cat([channels["rope"], value], dim=-1) if "rope" in channels else value
         return found
 

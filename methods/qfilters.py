@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from kvcompress.calibrate import query_filters
+from kvcompress.common.constants import Constant
 from kvcompress.method import LayerView, Method, Observed, Schedule, Scorer, State, Tensor
 
 
@@ -17,12 +19,17 @@ class FilterScorer(Scorer):
 
     filters: Tensor
     recent: int = 0
+    traceable: ClassVar[bool] = True
 
     def window(self, kept: Tensor) -> Tensor:
         return torch.full_like(kept, self.recent)
 
+    @cached_property
+    def _directions(self) -> Constant:
+        return Constant(self.filters)
+
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
-        direction = self.filters[view.layer].to(view.keys.device, torch.float32)
+        direction = self._directions.on(view.keys.device, torch.float32)[view.layer]
         return (view.keys.float() @ direction[..., None]).squeeze(-1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +15,7 @@ class RandomScorer(Scorer):
     """Scores that depend on seed, layer, head and position alone, so that a row gets what it gets alone in a batch."""
 
     seed: int = 0
+    traceable: ClassVar[bool] = True
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         heads = torch.arange(view.positions.shape[1], device=view.positions.device)[None, :, None]

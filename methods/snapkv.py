@@ -42,31 +42,31 @@ class WindowScorer(Scorer):
         return held & (rank < held.sum(-1, keepdim=True) - window.to(rank.device)[:, None, None])
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
-        votes, prefix, held = self.votes(view, observed), self.prefix(view), view.positions >= 0
-        order = None
-        if bool((held[..., :-1] & ~held[..., 1:]).any()):  # slots emptied in decode are no neighbours
-            order = torch.sort(held.to(torch.uint8), dim=-1, stable=True).indices
-            prefix, votes = prefix.gather(2, order), votes.gather(3, order[:, :, None].expand_as(votes))
+        votes, prefix = self.votes(view, observed), self.prefix(view)
+        # slots emptied in decode are no neighbours; there the host is not asked whether there are any
+        parted = view.phase == "decode" or bool(((prefix[..., :-1] & ~prefix[..., 1:]).sum(-1) > 1).any())
         if self.reduce_first:
-            scores = self._pool(reduce_group(votes, self.group_reduce), prefix)
-        else:
-            scores = reduce_group(self._pool(votes, prefix[:, :, None].expand_as(votes)), self.group_reduce)
-        return scores if order is None else torch.empty_like(scores).scatter_(2, order, scores)
+            return self._pool(reduce_group(votes, self.group_reduce), prefix, parted)
+        return reduce_group(self._pool(votes, prefix[:, :, None].expand_as(votes), parted), self.group_reduce)
 
-    def _pool(self, votes: Tensor, prefix: Tensor) -> Tensor:
-        """Pool over held prefix slots; empty slots part no neighbours, and no other slot gives or scores."""
-        order = None
-        if bool(((prefix[..., :-1] & ~prefix[..., 1:]).sum(-1) > 1).any()):  # empty slots lie between them
-            order = torch.sort(prefix.to(torch.uint8), dim=-1, stable=True).indices
-            votes, prefix = votes.gather(-1, order), prefix.gather(-1, order)
-        pad, flat = self.kernel // 2, votes.flatten(0, -2)[:, None]
-        inside = prefix.flatten(0, -2)[:, None]
-        if self.pooling == "max":
-            pooled = F.max_pool1d(flat.masked_fill(~inside, float("-inf")), self.kernel, stride=1, padding=pad)
+    def _pool(self, votes: Tensor, prefix: Tensor, parted: bool) -> Tensor:
+        """Pool over held prefix slots; empty slots part no neighbours, and no other slot gives or scores.
+
+        Args:
+            parted: empty slots may lie between held ones.
+        """
+        nothing, slots = float("-inf") if self.pooling == "max" else 0.0, votes.shape[-1]
+        place = None
+        if parted:
+            place = torch.where(prefix, prefix.cumsum(-1) - 1, slots)
+            packed = votes.new_full((*votes.shape[:-1], slots + 1), nothing).scatter_(-1, place, votes)[..., :slots]
         else:
-            pooled = F.avg_pool1d(flat.masked_fill(~inside, 0.0), self.kernel, stride=1, padding=pad)
-        scores = pooled.view(votes.shape).masked_fill(~prefix, float("-inf"))
-        return scores if order is None else torch.empty_like(scores).scatter_(-1, order, scores)
+            packed = votes.masked_fill(~prefix, nothing)
+        pool = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
+        pooled = pool(packed.flatten(0, -2)[:, None], self.kernel, stride=1, padding=self.kernel // 2).view(votes.shape)
+        if place is not None:
+            pooled = pooled.gather(-1, place.clamp(max=slots - 1))
+        return pooled.masked_fill(~prefix, float("-inf"))
 
 
 @dataclass(frozen=True, kw_only=True)

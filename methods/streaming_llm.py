@@ -13,6 +13,7 @@ class RecencyScorer(Scorer):
     """A token's score is its position: the most recent are kept, beside the sinks."""
 
     sinks: int = 4
+    traceable: ClassVar[bool] = True
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
         return view.positions.float()

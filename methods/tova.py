@@ -13,6 +13,7 @@ class LastQueryScorer(Scorer):
     """Attention of the last query, averaged over all heads of the layer: every head keeps the same tokens."""
 
     protect_last: bool = False
+    traceable: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:

@@ -8,15 +8,17 @@ left makes inner products with keys unbiased (section 3.2).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from kvcompress.common.constants import constant
+from kvcompress.kernels.coded_rows import CodedRows, Rows, RowsBeside, levels_of
 from kvcompress.method import Codec, Method, Slots, Tensor
 from kvcompress.method.orthogonal import gaussian, orthogonal
-from kvcompress.method.packing import check_bits, pack, unpack
+from kvcompress.method.packing import check_bits, pack
 from kvcompress.models.compat import head_sizes
 
 ITERATIONS = 2000
@@ -34,6 +36,18 @@ def codebook(bits: int) -> Tensor:
         below = torch.cat([edges.new_zeros(1), normal.cdf(edges), edges.new_ones(1)])
         levels = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
     return levels.float()
+
+
+def edges(bits: int) -> Tensor:
+    """Where the nearest of the codebook's levels changes, float32 `[2^bits - 1]`."""
+    found = codebook(bits)
+    return (found[1:] + found[:-1]) / 2
+
+
+def corrections(bits: int, dim: int) -> Tensor:
+    """What the signs of a projection of `dim` numbers stand for, float32 `[2]`."""
+    size = math.sqrt(math.pi / 2) / dim
+    return torch.tensor([-size, size])
 
 
 @dataclass(frozen=True)
@@ -74,25 +88,28 @@ class TurboQuantCodec(Codec):
             return self._coded("key", keys, self.bits) | self._coded("value", values, self.bits)
         found = self._coded("key", keys, self.bits - 1)
         x, norm = self._turned(keys)
-        rest = x - self._levels("key", found, self.bits - 1)
-        project = gaussian(keys.shape[-1], self.seed).to(keys.device)
-        found["key_signs"] = pack((rest @ project.T) >= 0, 1)
+        rest = x - replace(self._rows("key", found, self.bits - 1), scale=None).whole()
+        found["key_signs"] = pack((rest @ self._projection(rest).T) >= 0, 1)
         found["key_rest"] = (norm * rest.norm(dim=-1, keepdim=True)).half()
         return found | self._coded("value", values, self.bits)
 
-    def read(self, channels: dict[str, Tensor], slots: Slots) -> tuple[Tensor, Tensor]:
+    def rows(self, channels: dict[str, Tensor], slots: Slots) -> tuple[Rows, Rows]:
         """Keys and values in the rotated basis; behind the keys what the signs say, to be met by a projected query."""
-        kind = slots.dtype
-        values = self._rotated("value", channels, self.bits).to(kind)
+        values = self._rows("value", channels, self.bits)
         if self.mode == "mse":
-            return self._rotated("key", channels, self.bits).to(kind), values
-        keys = self._rotated("key", channels, self.bits - 1)
-        return torch.cat([keys, self._correction(channels)], dim=-1).to(kind), values
+            return self._rows("key", channels, self.bits), values
+        signs = levels_of(corrections, 1, values.shape[-1])
+        rest = CodedRows(channels["key_signs"], channels["key_rest"], meaning=signs)
+        return RowsBeside((self._rows("key", channels, self.bits - 1), rest)), values
+
+    def read(self, channels: dict[str, Tensor], slots: Slots) -> tuple[Tensor, Tensor]:
+        keys, values = self.rows(channels, slots)
+        return keys.whole().to(slots.dtype), values.whole().to(slots.dtype)
 
     def query(self, q: Tensor, slots: Slots) -> Tensor:
         turned = q.float() @ self._rotation(q).T
         if self.mode == "prod":
-            turned = torch.cat([turned, turned @ gaussian(q.shape[-1], self.seed).to(q.device).T], dim=-1)
+            turned = torch.cat([turned, turned @ self._projection(q).T], dim=-1)
         return turned.to(q.dtype)
 
     def expand(self, output: Tensor, slots: Slots) -> Tensor:
@@ -103,14 +120,17 @@ class TurboQuantCodec(Codec):
         keys, values = (x.float() for x in self.read(channels, slots))
         dim = values.shape[-1]
         if self.mode == "prod":
-            keys = keys[..., :dim] + keys[..., dim:] @ gaussian(dim, self.seed).to(keys.device)
+            keys = keys[..., :dim] + keys[..., dim:] @ self._projection(values)
         back = self._rotation(values)
         return (keys @ back).to(slots.dtype), (values @ back).to(slots.dtype)
 
     # ------------------------------------------------------------------ one vector
 
     def _rotation(self, x: Tensor) -> Tensor:
-        return orthogonal(x.shape[-1], self.seed).to(x.device)
+        return constant(orthogonal, x.shape[-1], self.seed).on(x.device)
+
+    def _projection(self, x: Tensor) -> Tensor:
+        return constant(gaussian, x.shape[-1], self.seed).on(x.device)
 
     def _turned(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated vectors of length sqrt(D), so that coordinates are close to standard normals; and their lengths."""
@@ -120,27 +140,20 @@ class TurboQuantCodec(Codec):
 
     def _coded(self, kind: str, x: Tensor, bits: int) -> dict[str, Tensor]:
         turned, norm = self._turned(x)
-        levels = codebook(bits).to(x.device)
-        codes = torch.bucketize(turned, (levels[1:] + levels[:-1]) / 2)
+        codes = torch.bucketize(turned, constant(edges, bits).on(x.device))
         found = {f"{kind}_norm": norm.half()}
         if bits == 3:  # in two planes, so that bytes are full
             return found | {f"{kind}_codes": pack(codes & 3, 2), f"{kind}_high": pack(codes >> 2, 1)}
         return found | {f"{kind}_codes": pack(codes, bits)}
 
     @staticmethod
-    def _levels(kind: str, channels: dict[str, Tensor], bits: int) -> Tensor:
-        if bits == 3:
-            codes = unpack(channels[f"{kind}_codes"], 2) | (unpack(channels[f"{kind}_high"], 1) << 2)
-        else:
-            codes = unpack(channels[f"{kind}_codes"], bits)
-        return codebook(bits).to(codes.device)[codes.long()]
-
-    def _rotated(self, kind: str, channels: dict[str, Tensor], bits: int) -> Tensor:
-        return self._levels(kind, channels, bits) * channels[f"{kind}_norm"].float()
-
-    def _correction(self, channels: dict[str, Tensor]) -> Tensor:
-        signs = unpack(channels["key_signs"], 1).float() * 2.0 - 1.0
-        return signs * channels["key_rest"].float() * (math.sqrt(math.pi / 2) / signs.shape[-1])
+    def _rows(kind: str, channels: dict[str, Tensor], bits: int) -> CodedRows:
+        return CodedRows(
+            channels[f"{kind}_codes"],
+            channels[f"{kind}_norm"],
+            meaning=levels_of(codebook, bits),
+            high=channels.get(f"{kind}_high"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

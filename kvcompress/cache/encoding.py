@@ -9,6 +9,7 @@ import torch
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layouts import DenseStore, PagedStore, QuantizedGroups, RaggedStore, Store
 from kvcompress.cache.sequence import CacheContext
+from kvcompress.kernels.coded_rows import Rows, RowsBeside
 from kvcompress.method.codec import Codec, GroupedCodec, Plain, Slots
 from kvcompress.method.view import State
 from kvcompress.models.compat import Rotation
@@ -180,6 +181,30 @@ class LayerEncoding:
         held = {name: store.get(name) for name in self.channels(store)}
         keys, values = self.codec.read(held, self.slot_info(store.get("positions"), store.heads))
         return self.encode_query(q, forward, store.heads), *self.attention_kv(keys, values)
+
+    def rows(self, store: Store) -> tuple[Rows, Rows] | None:
+        """Keys and values that a single query attends to, in the codec's own terms and made a block at a time.
+
+        None where attention reads tensors: `decode_operands`.
+        """
+        if not self.is_encoded or self.groups is not None:
+            return None
+        held = {name: store.get(name) for name in self.channels(store)}
+        return self._rows(held, self.slot_info(store.get("positions"), store.heads))
+
+    def lane_rows(self, store: RaggedStore) -> tuple[Rows, Rows] | None:
+        """`rows` of a ragged layout where they lie, `[1, lanes, slots, ...]`."""
+        if not self.is_encoded:
+            return None
+        held = {name: store.in_lanes(name)[None] for name in self.channels(store)}
+        slots = self.slot_info(store.in_lanes("positions")[None], store.heads, owners=store.owners())
+        return self._rows(held, slots)
+
+    def _rows(self, held: dict[str, Tensor], slots: Slots) -> tuple[Rows, Rows] | None:
+        found = self.codec.rows(held, slots)
+        if found is None or not self._context().spec.latents:
+            return found
+        return RowsBeside(found), found[0]  # as of `attention_kv`
 
     def lane_operands(self, q: Tensor, store: RaggedStore, forward: Forward) -> tuple[Tensor, Tensor, Tensor]:
         """`decode_operands` of a ragged layout, keys and values where they lie: `[lanes, slots, ...]`."""

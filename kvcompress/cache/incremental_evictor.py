@@ -11,7 +11,7 @@ import torch
 
 from kvcompress.cache.layouts import Store
 from kvcompress.method.budget import Protection
-from kvcompress.method.selection import candidates, check_nan
+from kvcompress.method.selection import candidates, check_nan, last_lowest
 
 Tensor = torch.Tensor
 
@@ -57,13 +57,10 @@ class IncrementalEvictor:
         self.left -= 1
         self.blocked.scatter_(2, self.leaving, False)
         self.leaving += 1
-        slots = scores.shape[-1]
-        highest = torch.finfo(torch.float32).max
-        ranked = scores.clamp(max=highest).masked_fill_(self.blocked[..., :slots], float("inf"))
-        # argmin takes a NaN for the lowest
-        lowest, chosen = ranked.flip(-1).min(dim=-1, keepdim=True)
-        if scores.device.type == "cpu" and bool(lowest.isnan().any()):  # elsewhere a look would wait for the device
-            check_nan(lowest.isnan().flatten(1).any(1))
-        slot = (slots - 1) - chosen
+        slot = last_lowest(scores, self.blocked[..., : scores.shape[-1]])
+        if scores.device.type == "cpu":  # elsewhere a look would wait for the device
+            lowest = scores.gather(-1, slot)
+            if bool(lowest.isnan().any()):
+                check_nan(lowest.isnan().flatten(1).any(1))
         self.blocked.scatter_(2, slot, True)
         return slot

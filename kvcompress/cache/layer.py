@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,14 @@ from kvcompress.models.compat import CacheLayerMixin
 Tensor = torch.Tensor
 
 
+class Rearranged(Protocol):
+    """What steps with fixed shapes have made of a layer's tensors (`kvcompress.hook.fixed`)."""
+
+    def settle(self) -> None:
+        """Have store and queries be again what they are for everything else."""
+        ...
+
+
 class CompressedLayer(CacheLayerMixin):
     """One full-attention layer: a store of slots, the encoding of what they hold, and state kept beside them.
 
@@ -35,6 +43,8 @@ class CompressedLayer(CacheLayerMixin):
         state: tensors of the method's scorer, dim 0 the row.
         reader_state: tensors of the reader, dim 0 the row; of a reader of pages until the next prompt.
         account: of decode steps and bytes read, where a reader of pages reads.
+        rearranged: while steps with fixed shapes keep store and queries in an order of their own; who asks for either
+            has them settled first.
         queries: last queries of each row, where a scorer or codec asks for them.
         target: LongTensor `[B, H_kv]` on the CPU, slots a decode schedule keeps; set when a prompt ends (`aim_at`).
         evictor: while decode drops one token per head and step (`evict_by`).
@@ -58,24 +68,54 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.context: Callable[[], CacheContext] = functools.partial(_alive, weakref.ref(cache))
         self.index = index
-        self.store: Store | PagedStore | None = None
+        self.rearranged: Rearranged | None = None
         self.encoding = LayerEncoding(self.context, index)
         self.gqa_group, self.full_width = 1, 0
         self.shared_window_attention: dict[int, Any] = {}
         self._clear()
 
     def _clear(self) -> None:
-        self.store, self.seen, self.evicted, self.is_initialized = None, 0, 0, False
+        self.rearranged = None
+        self._store: Store | PagedStore | None = None
+        self._queries: QueryWindow | None = None
+        self.seen, self.evicted, self.is_initialized = 0, 0, False
         self.state: State = {}
         self.reader_state: State = {}
         self.account = ReadAccount()
-        self.queries: QueryWindow | None = None
         self.target: Tensor | None = None
         self.evictor: IncrementalEvictor | None = None
         self.current_kv: tuple[Tensor, Tensor] | None = None
         self._shared: DenseStore | None = None  # another cache's slots, until `materialise`
 
     # ------------------------------------------------------------------ what is held
+
+    @property
+    def store(self) -> Store | PagedStore | None:
+        self._settle()
+        return self._store
+
+    @store.setter
+    def store(self, store: Store | PagedStore | None) -> None:
+        self._settle()
+        self._store = store
+
+    @property
+    def queries(self) -> QueryWindow | None:
+        self._settle()
+        return self._queries
+
+    @queries.setter
+    def queries(self, queries: QueryWindow | None) -> None:
+        self._settle()
+        self._queries = queries
+
+    def _settle(self) -> None:
+        if self.rearranged is not None:
+            self.rearranged.settle()
+
+    def holds(self, store: Store) -> bool:
+        """True if it is this store that it holds, in whatever order."""
+        return self._store is store
 
     @property
     def length(self) -> int:
@@ -85,9 +125,9 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def counts(self) -> Tensor:
         """Non-empty slots, LongTensor `[B, H_kv]` on the CPU."""
-        if self.store is None:
+        if self._store is None:
             return torch.zeros(0, 0, dtype=torch.long)
-        return self.store.counts
+        return self._store.counts
 
     def held(self) -> Store:
         if self.store is None:

@@ -1,7 +1,8 @@
 """Attention of single queries: one function per form in which a layer holds its tokens, and the choice among them.
 
 SDPA with grouped queries over a dense layout, a batched softmax over the lanes of a ragged one (in Triton on a GPU, as
-over pages), a piecewise one over quantised groups; a float32 softmax wherever probabilities are wanted.
+over pages), a piecewise one over quantised groups, one over codes of which only a block is made into numbers at a time;
+a float32 softmax wherever probabilities are wanted.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import QuantizedGroups, RaggedStore
 from kvcompress.cache.pages import PagedReader
 from kvcompress.hook.observer import AttentionObserver
-from kvcompress.kernels import triton_decode, triton_groups
+from kvcompress.kernels import triton_codes, triton_decode, triton_groups
 from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block, visible
+from kvcompress.kernels.coded_rows import Rows, attend_rows
 from kvcompress.kernels.online_softmax import piecewise_attention
 from kvcompress.kernels.varlen_decode import lane_attention
 
@@ -53,27 +55,66 @@ def _over_all(
     """One query per row over all slots of a dense layout, or of another one padded."""
     store, encoding = layer.held(), layer.encoding
     wants = observer.wants_probabilities or not params.plain
-    observer.stats.note_kernel("blockwise" if wants else "sdpa")
-    if layer.current_kv is not None and not encoding.is_encoded:
-        query, (keys, values) = q, layer.current_kv
-    else:
-        query, keys, values = encoding.decode_operands(q, store, forward)
     allowed = None
     if params.window is not None or forward.real is not None:
         allowed = visible(layer.positions(), forward.on("positions", q.device), params.window)
     elif not store.full:  # nothing that is held lies ahead of the newest token
         allowed = layer.positions()[:, :, None] >= 0
+    rows = encoding.rows(store)
+    if rows is not None:
+        query = encoding.encode_query(q, forward, store.heads)
+        output, found = _over_codes(layer, query, *rows, allowed, forward, params, observer)
+        return encoding.decode_output(output, forward, store.heads), found
+    observer.stats.note_kernel("blockwise" if wants else "sdpa")
+    if layer.current_kv is not None and not encoding.is_encoded:
+        query, (keys, values) = q, layer.current_kv
+    else:
+        query, keys, values = encoding.decode_operands(q, store, forward)
     if allowed is not None and allowed.shape[1] > keys.shape[1]:  # held once for heads that see different slots
         keys, values = (x.expand(-1, allowed.shape[1], -1, -1) for x in (keys, values))
     if not wants:
         output = sdpa_block(query, keys, values, allowed, params.scaling)
         return encoding.decode_output(output, forward, store.heads), None
     output, p = softmax_block(query, keys, values, allowed, params)
-    output, p = encoding.decode_output(output, forward, store.heads), p.view(p.shape[0], store.heads, -1, *p.shape[3:])
+    p = p.view(p.shape[0], store.heads, -1, *p.shape[3:])
+    return encoding.decode_output(output, forward, store.heads), _counted(layer, p, forward, observer)
+
+
+def _over_codes(
+    layer: CompressedLayer,
+    q: Tensor,
+    keys: Rows,
+    values: Rows,
+    allowed: Tensor | None,
+    forward: Forward,
+    params: AttentionParams,
+    observer: AttentionObserver,
+) -> Attention:
+    """One query per row, in the codec's terms, over codes of which only a block is made into numbers at a time."""
+    wants, positions = observer.wants_probabilities, layer.positions()
+    if not wants and triton_codes.usable(q, keys, values, params) and positions.shape[1] in (1, keys.shape[1]):
+        observer.stats.note_kernel("triton")
+        oldest = None if params.window is None else _oldest(forward, params.window, keys.shape[1], q.device)
+        return triton_codes.decode(q, keys, values, positions, params, oldest=oldest), None  # type: ignore[arg-type]
+    observer.stats.note_kernel("blockwise" if wants else "codes")
+    output, p = attend_rows(q, keys, values, allowed, params)
+    if not wants:
+        return output, None
+    return output, _counted(layer, p.view(len(p), layer.held().heads, -1, 1, p.shape[-1]), forward, observer)
+
+
+def _counted(layer: CompressedLayer, p: Tensor, forward: Forward, observer: AttentionObserver) -> Tensor:
+    """Probabilities `[B, H_kv, G, 1, P]`, added to the slots' mass where that is summed up."""
     if observer.wants_mass:
-        real = p if forward.real is None else p * forward.on("real", q.device)[:, None, None, :, None]
+        real = p if forward.real is None else p * forward.on("real", p.device)[:, None, None, :, None]
         observer.add_mass(layer, real.squeeze(3), forward)
-    return output, p
+    return p
+
+
+def _oldest(forward: Forward, window: int, heads: int, device: torch.device) -> Tensor:
+    """The first position that each row's query sees, int32 `[B x heads]`."""
+    first = (forward.on("positions", device)[:, :1] - window + 1).clamp(min=0)
+    return first.int().expand(len(forward.added), heads).flatten()
 
 
 def _over_groups(
@@ -123,11 +164,20 @@ def _over_lanes(
 ) -> Attention:
     """Single queries over segments of different lengths, read where they lie."""
     owners, encoding = store.owners(), layer.encoding
-    query, k, v = encoding.lane_operands(q, store, forward)
-    positions = store.in_lanes("positions")
-    if not observer.wants_probabilities and params.sinks is None and triton_decode.usable(q):
+    positions, rows = store.in_lanes("positions"), encoding.lane_rows(store)
+    k: Tensor | Rows
+    v: Tensor | Rows
+    gpu = not observer.wants_probabilities and params.sinks is None and triton_decode.usable(q)
+    if rows is not None and (not gpu or triton_codes.usable(q, *rows, params)):
+        query, (k, v) = encoding.encode_query(q, forward, store.heads), rows
+    else:
+        query, k, v = encoding.lane_operands(q, store, forward)
+    if gpu:
         observer.stats.note_kernel("triton")
-        output = triton_decode.decode(query, k, v, positions, store.table(), params)
+        if isinstance(k, Tensor) and isinstance(v, Tensor):
+            output = triton_decode.decode(query, k, v, positions, store.table(), params)
+        else:
+            output = triton_codes.decode(query, k, v, positions, params, store.table())  # type: ignore[arg-type]
         return encoding.decode_output(output, forward, store.heads), None
     observer.stats.note_kernel("lanes")
     output, p = lane_attention(query, k, v, positions < 0, owners, store.heads, params)

@@ -20,9 +20,9 @@ from kvcompress.hook import (
 )
 from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compression import Compressor
+from kvcompress.hook.fixed.form import StaticDecodeCache
 from kvcompress.hook.planner import ForwardPlanner
 from kvcompress.hook.runner import ForwardRequest, ForwardRunner
-from kvcompress.hook.static_decode import StaticDecodeCache
 from kvcompress.models import compat
 
 Tensor = torch.Tensor

@@ -103,7 +103,7 @@ class LayerScoring:
 
     def row_protection(self, heads: int, cache: CompressedCache) -> budgets.Protection:
         """Sinks and window `[B, H_kv]` of heads that keep what their row keeps on average."""
-        scorer, kept = self.parts.scorer, _mean_kept(cache)[:, None].expand(-1, heads)
+        scorer, kept = self.parts.scorer, mean_kept(cache)[:, None].expand(-1, heads)
         assert scorer is not None
         return budgets.protect(kept, scorer.sinks, scorer.window(kept))
 
@@ -124,7 +124,7 @@ class LayerScoring:
     def _observed(self, step: LayerStep) -> tuple[LayerView, LayerObserved]:
         layer = step.layer
         positions, facts = layer.positions(), self.facts
-        shown = self.view(layer, positions, step.forward.phase, _mean_kept(step.cache))
+        shown = self.view(layer, positions, step.forward.phase, mean_kept(step.cache))
         rope = None if facts.rope is None else facts.rope[layer.index]
         return shown, LayerObserved(
             layer,
@@ -155,7 +155,7 @@ class LayerScoring:
         )
 
 
-def _mean_kept(cache: CompressedCache) -> Tensor:
+def mean_kept(cache: CompressedCache) -> Tensor:
     """Slots per head that each row keeps on average over layers and heads, `[B]`."""
     assert cache.cap is not None and cache.real is not None
     return torch.minimum(cache.cap, cache.real)

@@ -203,7 +203,7 @@ class Session:
             raise ValueError("a row of the batch has no real token: its attention_mask is all zero")
         self.cache = cache
         self.compressor.stats.reset()
-        self.stepper.reset()
+        self.stepper.begin_prompt()
         if how is not None:
             self._chunks.open_for(how)
         start = time.perf_counter()

@@ -1,9 +1,9 @@
 """Static decode step: fixed shapes, tensors in and out, so that it can be compiled or captured as a CUDA graph.
 
-Dense stores are given spare slots up to one of few capacities. A step writes each layer's new key, value and position into
-the column that a tensor names, and masks by position: nothing in it depends on a length that Python knows, so that one
-step serves every token of a sequence and later sequences of the same capacities. It writes where the eager step
-would have written, and what a cache holds after it is the same.
+Each layer takes part as a form (`kvcompress.hook.fixed`), which names its buffers, of one of few capacities. A step writes
+each layer's new token into a slot that a tensor names, masks by position and, where the method evicts after each step,
+empties a slot: nothing in it depends on a number that Python knows, so that one step serves every token of a sequence and
+later sequences of the same capacities. What a cache holds after it is what eager steps would have left.
 """
 
 from __future__ import annotations
@@ -15,90 +15,37 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcompress.cache.forward import Forward, hand_over
-from kvcompress.cache.layouts import DenseStore, RaggedStore
+from kvcompress.cache.cache import CompressedCache
+from kvcompress.cache.forward import Forward
+from kvcompress.cache.layer import CompressedLayer
 from kvcompress.common.memory import is_oom
-from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block, visible
+from kvcompress.hook.compression import Compressor
+from kvcompress.hook.fixed import choice
+from kvcompress.hook.fixed.form import LayerForm, StaticDecodeCache, StaticDecodeLayer, StepRows
 from kvcompress.models import compat
 from kvcompress.models.model_hash import adapter_state, foreign_modules, state_of
 
 Tensor = torch.Tensor
-Buffers = tuple[Tensor, Tensor, Tensor]  # of one layer: keys, values, positions
 
 FEW = 8  # rows of a product for which torch's own is slow on a CPU: measured, see docs/LOG.md
 DECODES = ("eager", "static", "compiled", "graph", "auto")
 
 
-class StaticDecodeLayer(compat.CacheLayerMixin):
-    """One layer's buffers as a step sees them."""
-
-    is_sliding = False
-
-    def __init__(self, buffers: Buffers, column: Tensor, position: Tensor):
-        """Args:
-        buffers: keys and values `[B, H_kv, capacity, D]`, positions int32 `[B, H_kv or 1, capacity]`, -1 where empty.
-        column: LongTensor `[1]`, where the new token goes.
-        position: int32 `[B, 1, 1]`, the new token's; -1 for a row that gets none.
-        """
-        super().__init__()
-        self.keys, self.values, self.positions = buffers
-        self.column, self.position = column, position
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **_: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write a new token `[B, H_kv, 1, D]`, and hand this layer on to the attention function."""
-        hand_over(kwargs, self)
-        assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, self.column, key_states)
-        self.values.index_copy_(2, self.column, value_states)
-        self.positions.index_copy_(2, self.column, self.position.expand(-1, self.positions.shape[1], -1))
-        return self.keys, self.values
-
-    def attend(self, q: Tensor, features: AttentionParams) -> Tensor:
-        """Output `[B, H, 1, D]` of a single query `[B, H, 1, D]` over all slots that hold a token."""
-        assert self.keys is not None and self.values is not None
-        allowed = visible(self.positions, self.position[:, 0], features.window)
-        if features.plain:
-            return sdpa_block(q, self.keys, self.values, allowed, features.scaling)
-        return softmax_block(q, self.keys, self.values, allowed, features)[0]
-
-    def get_seq_length(self) -> int:
-        return self.positions.shape[2]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.positions.shape[2], 0
-
-    def get_max_length(self) -> int:
-        return self.positions.shape[2]
-
-
-class StaticDecodeCache(compat.Cache):
-    """The cache of one step: a session's hooks let a forward on it pass."""
-
-
-def step(
-    model: PreTrainedModel, ids: Tensor, columns: Tensor, rotated: Tensor, position: Tensor, *flat: Tensor
-) -> Tensor:
+def step(model: PreTrainedModel, forms: Sequence[LayerForm], ids: Tensor, table: Tensor, *flat: Tensor) -> Tensor:
     """One decode step → logits `[B, V]`; it writes into the buffers.
 
     Args:
+        forms: of the layers, whose tensors `flat` has one layer after the other.
         ids: LongTensor `[B, 1]`.
-        columns: LongTensor `[layers]`, where each layer's new token goes.
-        rotated: LongTensor `[B, 1]`, position ids.
-        position: int32 `[B, 1, 1]`, of the new token, -1 in rows that get none.
-        flat: keys, values and positions of each layer, one layer after the other.
+        table: LongTensor `[B, 3]`, see `StepRows`.
     """
-    layers: list[Any] = [
-        StaticDecodeLayer((flat[3 * i], flat[3 * i + 1], flat[3 * i + 2]), columns[i : i + 1], position)
-        for i in range(len(flat) // 3)
-    ]
+    rows, left = StepRows.of(table), list(flat)
+    layers: list[Any] = []
+    for form in forms:
+        layers.append(StaticDecodeLayer(form, left[: len(form.tensors)], rows))
+        del left[: len(form.tensors)]
     output = model(
-        input_ids=ids, position_ids=rotated, cache=StaticDecodeCache(layers), use_cache=True, logits_to_keep=1
+        input_ids=ids, position_ids=rows.ids, cache=StaticDecodeCache(layers), use_cache=True, logits_to_keep=1
     )
     return output.logits[:, -1]
 
@@ -106,7 +53,7 @@ def step(
 # ---------------------------------------------------------------------- which sequences can be decoded so
 
 
-def unsupported_reason(model: PreTrainedModel, compressor: Any) -> str | None:
+def unsupported_reason(model: PreTrainedModel, compressor: Compressor) -> str | None:
     """Why no sequence of this model and method can be decoded with fixed shapes, or None."""
     kinds = set(compat.layer_types(model)) - {"full_attention"}
     if kinds:
@@ -117,37 +64,17 @@ def unsupported_reason(model: PreTrainedModel, compressor: Any) -> str | None:
         return f"a {type(model).__name__} has no language-modelling head"
     if compat.holds_latents(model):
         return f"{model.config.model_type!r} holds latents"
-    parts = compressor.parts
-    if parts.codec.name != "plain":
-        return f"codec={parts.codec.name} encodes new tokens as they come"
-    if not parts.reader.reads_all:
-        return f"reader={parts.reader.name} chooses what each step reads"
-    if compressor.limited and parts.schedule.in_decode:
-        return f"schedule={parts.schedule} evicts while decoding"
-    if compressor.wants_probabilities:
-        return "attention weights are wanted of every step (kernel=blockwise, or attention mass)"
-    if compressor.limited and compressor.method.compact_positions:
-        return "positions are compact, and keys are rotated anew at each step"
-    return None
+    return choice.unsupported_method(compressor)
 
 
-def unsupported_cache(cache: Any) -> str | None:
+def unsupported_cache(cache: CompressedCache, compressor: Compressor) -> str | None:
     """Why what this cache holds cannot be decoded with fixed shapes, or None."""
-    for layer in cache.full_layers:
-        if layer.store is None:
-            return "nothing is held yet"
-        if isinstance(layer.store, RaggedStore):
-            return f"layer {layer.index} holds different numbers of tokens in its rows or heads, as allocators per head leave"
-        if not isinstance(layer.store, DenseStore) or layer.encoding.is_encoded:
-            return f"layer {layer.index} holds another form than keys and values"
-        if {*layer.store.channels} < {"keys", "values", "positions"} or layer.store.get("keys").shape[
-            1
-        ] != layer.store.heads:
-            return f"layer {layer.index} holds one head's tensors for several"
-    if (
-        len({layer.device for layer in cache.full_layers}) != 1
-        or cache.full_layers[0].device != cache.spec.model().device
-    ):
+    layers = cache.full_layers
+    reasons = (choice.unsupported_layer(layer, compressor) for layer in layers)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is not None:
+        return reason
+    if len({layer.device for layer in layers}) != 1 or layers[0].device != cache.spec.model().device:
         return "the model is spread over several devices"
     return None
 
@@ -162,8 +89,8 @@ class CompileError(ValueError):
 _compiled: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
-    """The step of a model for tensors of these shapes, compiled when first asked for and kept with the model.
+def compiled(model: PreTrainedModel, forms: Sequence[LayerForm], inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
+    """The step of a model for forms and tensors such as these, compiled when first asked for and kept with the model.
 
     The forward is traced once, with stand-ins for the numbers: whatever depends on them in Python is refused.
 
@@ -172,11 +99,12 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
     """
     shapes = tuple((tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in inputs)
     weights = tuple(held.data_ptr() for held in (*model.parameters(), *model.buffers()))  # which it holds on to
-    key = (shapes, torch.get_num_threads(), weights, adapter_state(model))
+    signatures = tuple(form.signature for form in forms)
+    key = (shapes, signatures, torch.get_num_threads(), weights, adapter_state(model))
     known = _compiled.setdefault(model, {})
     if key not in known:
         try:
-            known[key] = _compile(model, list(inputs))
+            known[key] = _compile(model, forms, list(inputs))
         except Exception as fault:
             if is_oom(fault):
                 raise
@@ -187,18 +115,24 @@ def compiled(model: PreTrainedModel, inputs: Sequence[Tensor]) -> Callable[..., 
     return known[key]
 
 
-def _compile(model: PreTrainedModel, inputs: list[Any]) -> Callable[..., Tensor]:
+def _compile(model: PreTrainedModel, forms: Sequence[LayerForm], inputs: list[Any]) -> Callable[..., Tensor]:
     from torch._inductor import compile as inductor
+
+    graph = traced(model, forms, inputs)
+    if inputs[0].device.type == "cpu" and torch.backends.mkldnn.is_available():
+        _thread_products(graph)
+    return inductor(graph, inputs)
+
+
+def traced(model: PreTrainedModel, forms: Sequence[LayerForm], inputs: list[Any]) -> torch.fx.GraphModule:
+    """A step as one graph of tensor operations; whatever asks a tensor for a number is refused by torch."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def run(*tensors: Tensor) -> Tensor:
-        return step(model, *tensors)
+        return step(model, forms, *tensors)
 
     # not through dynamo: its guards would be on the session's hooks, which come and go
-    traced = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    if inputs[0].device.type == "cpu" and torch.backends.mkldnn.is_available():
-        _thread_products(traced)
-    return inductor(traced, inputs)
+    return make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
 def _threaded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -252,7 +186,7 @@ class StaticDecodeStep:
     """The step of one sequence batch, as long as its buffers last.
 
     Args:
-        layers: of its cache, fit for it (see `unsupported_cache`), with spare slots (`DenseStore.fix`).
+        forms: of its cache's layers.
         how: "static" runs the model's own Python each time, "compiled" what inductor made of it, "graph" replays what
             a static step launched on a CUDA device.
 
@@ -260,22 +194,17 @@ class StaticDecodeStep:
         CompileError: see `compiled`.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[Any], how: str):
-        self.stores: list[DenseStore] = [layer.held() for layer in layers]
+    def __init__(self, model: PreTrainedModel, forms: Sequence[LayerForm], how: str):
+        self.forms, self.how = list(forms), how
         self._foreign = [] if how == "static" else foreign_modules(model)  # adapters, as they are in what is recorded
         self._state = state_of(self._foreign)
-        batch, device = self.stores[0].counts.shape[0], layers[0].device
+        batch, device = self.forms[0].batch, self.forms[0].tensors[0].device
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.columns = torch.tensor([store.length for store in self.stores], device=device)
-        self.rotated = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.position = torch.zeros(batch, 1, 1, dtype=torch.int32, device=device)
-        self.buffers: list[Buffers] = [
-            (store.channels["keys"], store.channels["values"], store.channels["positions"]) for store in self.stores
-        ]
-        inputs = [self.ids, self.columns, self.rotated, self.position, *(t for held in self.buffers for t in held)]
-        self._run: Callable[[], Tensor] = lambda: step(model, *inputs)
+        self.table = torch.tensor([[-1, 1, 1]] * batch, device=device)  # no row gets a token
+        inputs = [self.ids, self.table, *(tensor for form in self.forms for tensor in form.tensors)]
+        self._run: Callable[[], Tensor] = lambda: step(model, forms, *inputs)
         if how == "compiled":
-            made = compiled(model, inputs)
+            made = compiled(model, self.forms, inputs)
             self._run = lambda: made(*inputs)
             self._run()  # loads what was compiled
         elif how == "graph":
@@ -286,24 +215,40 @@ class StaticDecodeStep:
                     raise
                 said = str(fault).splitlines() or [type(fault).__name__]
                 raise CompileError(f"the step of {model.config.model_type!r} cannot be captured ({said[0]})") from fault
-        for store in self.stores:  # what trying it out has written
-            store.clear_spare()
+        for form in self.forms:  # what trying it out has written
+            form.clear()
 
-    def serves(self, layers: Sequence[Any], tokens: int = 1) -> bool:
+    def serves(self, layers: Sequence[CompressedLayer], tokens: int = 1) -> bool:
         """True if these layers hold what it writes into, with room for `tokens` more, and no adapter has changed."""
-        same = len(layers) == len(self.stores) and all(
-            layer.store is store and store.channels["keys"] is held[0] and store.spare >= tokens
-            for layer, store, held in zip(layers, self.stores, self.buffers, strict=True)
-        )
-        return same and state_of(self._foreign) == self._state
+        if len(layers) != len(self.forms) or state_of(self._foreign) != self._state:
+            return False
+        return all(form.serves(layer, tokens) for form, layer in zip(self.forms, layers, strict=True))
 
-    def __call__(self, ids: Tensor, forward: Forward) -> Tensor:
-        """Logits `[B, V]` after `ids [B, 1]`, which the stores hold then."""
+    def is_of(self, layers: Sequence[CompressedLayer]) -> bool:
+        """True if it was these layers that stepped in its buffers last."""
+        return any(form.is_of(layer) for form, layer in zip(self.forms, layers, strict=False))
+
+    def adopt(self, layers: Sequence[CompressedLayer], tokens: int) -> bool:
+        """Have these layers hold what they hold in its buffers, where that fits and nothing else is held there."""
+        if len(layers) != len(self.forms) or state_of(self._foreign) != self._state:
+            return False
+        pairs = list(zip(self.forms, layers, strict=True))
+        return all(form.serves(layer, tokens) or form.adopt(layer, tokens) for form, layer in pairs)
+
+    def due(self, forward: Forward) -> bool:
+        """True if this forward is to be an eager step, after which some layer drops many tokens."""
+        return any(form.due(forward) for form in self.forms)
+
+    def __call__(self, ids: Tensor, forward: Forward, cache: CompressedCache) -> Tensor:
+        """Logits `[B, V]` after `ids [B, 1]`, which the layers hold then."""
+        for form in self.forms:
+            form.begin(forward)
+        real = cache.real
+        assert real is not None
+        kept = real if cache.cap is None else torch.minimum(real, cache.cap)
         self.ids.copy_(ids)
-        self.columns.copy_(torch.tensor([store.length for store in self.stores]))
-        self.rotated.copy_(forward.positions.clamp(min=0))
-        self.position.copy_(forward.positions[:, :, None])
+        self.table.copy_(torch.stack([forward.positions[:, 0].long().expand_as(real), real, kept], dim=1))
         logits = self._run()
-        for store in self.stores:
-            store.written(forward.real, forward.added)
+        for form in self.forms:
+            form.written(forward)
         return logits

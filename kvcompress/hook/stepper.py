@@ -12,6 +12,7 @@ from kvcompress.cache.cache import CompressedCache
 from kvcompress.hook import static_decode
 from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compression import Compressor
+from kvcompress.hook.fixed import choice
 from kvcompress.hook.planner import ForwardPlanner
 from kvcompress.hook.runner import ForwardRequest, ForwardRunner, kept_where_idle
 from kvcompress.hook.static_decode import DECODES, CompileError, StaticDecodeStep
@@ -68,9 +69,21 @@ class DecodeStepper:
         """Let go of the buffers of the sequence that was stepped."""
         self._fixed = self._eager_for = None
 
+    def begin_prompt(self) -> None:
+        """A prompt comes: let go of the last one's buffers, unless a graph was captured on them.
+
+        Its steps go on with that graph if what is held then fits into its buffers, and nothing else is held there.
+        """
+        self._eager_for = None
+        if self._fixed is not None and self._fixed.how != "graph":
+            self._fixed = None
+
     def release_unusable(self, tokens: int) -> None:
         """Let go of buffers that a forward of `tokens` on the current cache is about to replace."""
-        if self._fixed is not None and not self._fixed.serves(self._runner.current().full_layers, tokens):
+        fixed, layers = self._fixed, self._runner.current().full_layers
+        if fixed is None or fixed.serves(layers, tokens):
+            return
+        if fixed.how != "graph" or fixed.is_of(layers):
             self._fixed = None
 
     @torch.no_grad()
@@ -86,26 +99,30 @@ class DecodeStepper:
         layers, start = cache.full_layers, time.perf_counter()
         if self._fixed is not None and self._fixed.serves(layers, tokens):
             return
-        self._fixed = None  # which may be another cache's
+        before, self._fixed = self._fixed, None  # which may be another cache's
         if cache is self._eager_for:
             return
         reason = static_decode.unsupported_reason(self.model, self._compressor) or static_decode.unsupported_cache(
-            cache
+            cache, self._compressor
         )
         if reason is None:
             graph = self.decode == "auto" and self.model.device.type == "cuda"
             how = "graph" if graph else "compiled" if self.decode == "auto" else self.decode
-            for layer in layers:
-                layer.held().fix(max(1, tokens))  # type: ignore[union-attr]  # which `unsupported_cache` found to be dense
-            try:
-                self._fixed = StaticDecodeStep(self.model, layers, how)
-            except CompileError as error:
-                reason = str(error)
-        if reason is not None:
+            if before is not None and before.how == how and before.adopt(layers, tokens):
+                self._fixed = before
+            else:
+                before = None  # whose buffers may go
+                try:
+                    forms = choice.forms(layers, self._compressor, tokens)
+                    self._fixed = StaticDecodeStep(self.model, forms, how)
+                except CompileError as error:
+                    reason = str(error)
+        if self._fixed is None:
+            assert reason is not None
             self._fall_back(reason)
             self._eager_for = cache
         else:
-            self._compressor.stats.note_kernel("sdpa")
+            self._compressor.stats.note_kernel(*{form.kernel for form in self._fixed.forms})
             self.how.update(how=how, why=None)
         synchronize(self.model)
         self.how["ready_s"] = max(self.how["ready_s"], time.perf_counter() - start)
@@ -116,19 +133,26 @@ class DecodeStepper:
             if self._fixed is None or not self._fixed.serves(self._runner.current().full_layers):
                 self.prepare(AHEAD)
             if self._fixed is not None:
-                return self._fixed_step(self._fixed, ids, real)
+                logits = self._fixed_step(self._fixed, ids, real)
+                if logits is not None:
+                    return logits
         self.release_unusable(ids.shape[1])
         return self._runner.run("decode", ids, None if real is None else real[:, None])
 
     @torch.no_grad()
-    def _fixed_step(self, fixed_step: StaticDecodeStep, ids: Tensor, real: Tensor | None) -> Tensor:
+    def _fixed_step(self, fixed_step: StaticDecodeStep, ids: Tensor, real: Tensor | None) -> Tensor | None:
+        """Logits `[B, V]`; None, and nothing done, where the schedule fires and drops many: that is an eager step."""
         cache = self._caches.adopt(self._runner.current())
         rows = torch.ones(len(ids), dtype=torch.bool) if real is None else real.bool().cpu()
-        previous = cache.logits
-        forward = self._planner.plan(cache, ids, request=ForwardRequest("decode", rows[:, None]))
+        previous, unchanged = cache.logits, cache.sequence
+        before = torch.zeros(len(ids), dtype=torch.long) if cache.real is None else cache.real
+        at = (before + rows.long() - 1).clamp(min=0)[:, None]  # position ids, as of an eager step
+        forward = self._planner.plan(cache, ids, request=ForwardRequest("decode", rows[:, None]), position_ids=at)
+        if fixed_step.due(forward):
+            cache.restore(unchanged)
+            return None
         cache.begin(forward)  # an interrupt leaves it half written
-        logits = fixed_step(ids, forward)
-        logits = kept_where_idle(logits, previous, rows)
+        logits = kept_where_idle(fixed_step(ids, forward, cache), previous, rows)
         for layer in cache.full_layers:
             layer.seen += 1
         cache.note_kept()

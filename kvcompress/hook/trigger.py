@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvcompress.cache.cache import CompressedCache
+from kvcompress.cache.forward import Forward
+from kvcompress.cache.layer import CompressedLayer
 from kvcompress.hook.scoring import LayerStep
 from kvcompress.method import Parts
 
@@ -26,10 +29,17 @@ class Trigger:
         if step.forward.phase == "prompt":
             rows = self._after_prompt(step)
         elif step.forward.phase == "decode" and self.schedule.in_decode:
-            rows = self._in_decode(step)
+            rows = self._in_decode(step.layer, step.layer.counts, step.forward, step.cache)
         else:
             return None
         return rows if rows is not None and bool(rows.any()) else None
+
+    def fires_after(self, layer: CompressedLayer, forward: Forward) -> bool:
+        """True if it will fire in a layer for some row when a decode forward that is yet to run has run."""
+        cache = layer.context()
+        assert isinstance(cache, CompressedCache)
+        rows = self._in_decode(layer, layer.counts + forward.added[:, None], forward, cache)
+        return rows is not None and bool(rows.any())
 
     def _after_prompt(self, step: LayerStep) -> Tensor | None:
         layer, cache, counts = step.layer, step.cache, step.layer.counts
@@ -46,18 +56,20 @@ class Trigger:
         assert cache.real is not None
         return cache.real > cache.cap  # a layer may get less than the cap
 
-    def _in_decode(self, step: LayerStep) -> Tensor | None:
-        layer, forward, every = step.layer, step.forward, self.schedule.every
+    def _in_decode(
+        self, layer: CompressedLayer, counts: Tensor, forward: Forward, cache: CompressedCache
+    ) -> Tensor | None:
+        every = self.schedule.every
         if layer.target is None:
             return None
-        over, closed = (layer.counts - layer.target).amax(1), step.cache.sequence.closed
+        over, closed = (counts - layer.target).amax(1), cache.sequence.closed
         if every is None:
             rows = torch.zeros(len(over), dtype=torch.bool)
         elif self.schedule.align == "row":
             rows = over >= every
         else:
-            assert step.cache.real is not None
-            rows = (over > 0) & (step.cache.real % every == 0)
+            assert cache.real is not None
+            rows = (over > 0) & (cache.real % every == 0)
         if forward.fires is not None:
             rows |= (over > 0) & forward.fires
         if closed is not None:

@@ -105,6 +105,20 @@ def sdpa_block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scaling:
     return output.view(*q.shape[:3], v.shape[-1])
 
 
+def capped(logits: Tensor, features: AttentionParams) -> Tensor:
+    """Logits after the soft cap, where there is one."""
+    return logits if features.softcap is None else torch.tanh(logits / features.softcap) * features.softcap
+
+
+def probabilities(logits: Tensor, features: AttentionParams) -> Tensor:
+    """Softmax of logits `[B, H_kv, G, n, P]`, of which attention sinks take their share where there are some."""
+    if features.sinks is None:
+        return torch.softmax(logits, dim=-1)
+    batch, heads, group, n, _ = logits.shape
+    sinks = features.sinks.to(logits.device).float().view(1, heads, group, 1, 1).expand(batch, -1, -1, n, 1)
+    return torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
+
+
 def logits_block(
     q: Tensor, k: Tensor, allowed: Tensor | None, features: AttentionParams, masked_from: int = 0
 ) -> Tensor:
@@ -116,9 +130,7 @@ def logits_block(
     heads = k.shape[1]
     # scaled before the product, which would leave float16's range otherwise
     scaled = (q.float() * features.scaling).to(q.dtype)
-    logits = torch.matmul(group_queries(scaled, heads), k.transpose(2, 3)).float()
-    if features.softcap is not None:
-        logits = torch.tanh(logits / features.softcap) * features.softcap
+    logits = capped(torch.matmul(group_queries(scaled, heads), k.transpose(2, 3)).float(), features)
     logits = logits.view(batch, heads, all_heads // heads, n, -1)
     if allowed is not None:
         logits[..., masked_from:].masked_fill_(~allowed[:, :, None], float("-inf"))
@@ -139,13 +151,8 @@ def softmax_block(
         output `[B, H, n, D]`, probabilities `[B, H_kv, G, n, P]` float32.
     """
     batch, all_heads, n, _ = q.shape
-    heads = k.shape[1]
     logits = logits_block(q, k, allowed, features, masked_from)
-    if features.sinks is None:
-        p = torch.softmax(logits, dim=-1)
-    else:
-        sinks = features.sinks.to(logits.device).float().view(1, heads, -1, 1, 1).expand(batch, -1, -1, n, 1)
-        p = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
+    p = probabilities(logits, features)
     output = torch.matmul(p.to(v.dtype).flatten(2, 3), v)
     return output.view(batch, all_heads, n, -1), p
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kvcompress.kernels.blockwise import AttentionParams, group_queries
+from kvcompress.kernels.blockwise import AttentionParams, capped, group_queries, probabilities
 
 Tensor = torch.Tensor
 
@@ -27,20 +27,14 @@ def piecewise_attention(
         output `[b, H, 1, D_v]`, probabilities `[b, h, G, P]` float32.
     """
     batch, all_heads = q.shape[:2]
-    logits, heads = [], 1
+    logits = []
     for piece in keys:
         heads = piece.shape[1]
         # scaled before the product, which would leave float16's range otherwise
         scaled = group_queries((q.float() * features.scaling).to(piece.dtype), heads)
         logits.append(torch.matmul(scaled, piece.transpose(2, 3)).float())
-    found = torch.cat(logits, dim=-1)
-    if features.softcap is not None:
-        found = torch.tanh(found / features.softcap) * features.softcap
-    if features.sinks is None:
-        p = torch.softmax(found, dim=-1)
-    else:
-        sinks = features.sinks.to(q.device).float().view(1, heads, -1, 1).expand(batch, -1, -1, 1)
-        p = torch.softmax(torch.cat([found, sinks], dim=-1), dim=-1)[..., :-1]
+    found = capped(torch.cat(logits, dim=-1), features)
+    p = probabilities(found[:, :, :, None], features)[:, :, :, 0]
     output, start = None, 0
     for piece in values:
         stop = start + piece.shape[2]

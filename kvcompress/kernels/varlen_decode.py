@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import torch
 
-from kvcompress.kernels.blockwise import AttentionParams, group_queries
+from kvcompress.kernels.blockwise import AttentionParams, capped, group_queries
+from kvcompress.kernels.coded_rows import Rows
 
 Tensor = torch.Tensor
 
 
 def lane_attention(
-    q: Tensor, k: Tensor, v: Tensor, empty: Tensor, owners: Tensor, heads: int, features: AttentionParams
+    q: Tensor,
+    k: Tensor | Rows,
+    v: Tensor | Rows,
+    empty: Tensor,
+    owners: Tensor,
+    heads: int,
+    features: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over lanes, summed in float32.
 
     Args:
         q: `[B, H, 1, D]`.
-        k, v: `[lanes, slots, D]` and `[lanes, slots, D_v]`.
+        k, v: `[lanes, slots, D]` and `[lanes, slots, D_v]`, or rows `[1, lanes, slots, ...]`.
         empty: bool `[lanes, slots]`, slots that hold nothing.
         owners: LongTensor `[lanes]`, `b * heads + h` of the row and KV head each lane belongs to.
         heads: KV heads.
@@ -31,11 +38,13 @@ def lane_attention(
     batch, all_heads = q.shape[:2]
     group, segments = all_heads // heads, batch * heads
     # scaled before the product, which would leave float16's range otherwise
-    scaled = (q.float() * features.scaling).to(q.dtype)
+    scaled = q.float() * features.scaling
     queries = group_queries(scaled, heads).flatten(0, 1).index_select(0, owners)
-    logits = torch.bmm(queries, k.transpose(1, 2)).float()
-    if features.softcap is not None:
-        logits = torch.tanh(logits / features.softcap) * features.softcap
+    if isinstance(k, Tensor):
+        logits = torch.bmm(queries.to(q.dtype), k.transpose(1, 2)).float()
+    else:
+        logits = k.dot(queries[None])[0]
+    logits = capped(logits, features)
     logits.masked_fill_(empty[:, None], float("-inf"))
     # the start keeps a head without tokens finite
     if features.sinks is None:
@@ -48,6 +57,6 @@ def lane_attention(
     total = torch.zeros_like(top) if features.sinks is None else (sinks - top).exp()
     total.index_add_(0, owners, p.sum(-1))
     total.clamp_(min=torch.finfo(torch.float32).tiny)
-    sums = torch.bmm(p.to(v.dtype), v).float()
+    sums = torch.bmm(p.to(v.dtype), v).float() if isinstance(v, Tensor) else v.weigh(p[None])[0]
     output = sums.new_zeros(segments, group, v.shape[-1]).index_add_(0, owners, sums).div_(total[..., None])
     return output.to(q.dtype).view(batch, all_heads, 1, -1), p.div_(total.index_select(0, owners)[..., None])

@@ -95,8 +95,10 @@ def protect(kept: torch.Tensor, sinks: int | torch.Tensor, window: int | torch.T
         window: last tokens the method protects.
         spare: 0 where an allocator may leave a head nothing but its protected tokens.
     """
-    first = torch.as_tensor(sinks, device=kept.device).expand_as(kept)
-    asked = torch.as_tensor(window, device=kept.device).expand_as(kept)
+    first, asked = (  # filled where they are, not copied there
+        x.to(kept.device).expand_as(kept) if isinstance(x, torch.Tensor) else torch.full_like(kept, x)
+        for x in (sinks, window)
+    )
     clamped = kept < first + asked + spare
     small_window = torch.minimum(asked, kept // 2)
     small_sinks = torch.minimum(first, (kept - small_window - spare).clamp(min=0))

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from kvcompress.method.field_kinds import CheckedFields
 from kvcompress.method.view import Needs, State, Tensor
+
+Table = tuple[Tensor, Tensor]  # cosines and sines `[B, h, n, R / 2]` by which keys are rotated
+
+
+class Rows(Protocol):
+    """Rows `[B, h, n, W]` that attention multiplies with without having them all (`kernels.coded_rows.Rows`)."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]: ...
+
+    def dot(self, q: Tensor) -> Tensor: ...
+
+    def weigh(self, p: Tensor) -> Tensor: ...
+
+    def whole(self) -> Tensor: ...
 
 
 class KeyRotation(Protocol):
@@ -18,6 +33,10 @@ class KeyRotation(Protocol):
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor: ...
 
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor: ...
+
+    def table(self, positions: Tensor) -> Table | None: ...
+
+    def rotate_by(self, keys: Tensor, table: Table | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,7 @@ class Slots:
         dtype: of the model's keys and values.
         queries: queries `[B, H, w, D]` of the prompt's last tokens and their positions `[B, w]` (-1: the row has fewer),
             where the codec's `needs` ask for a window and a prompt has just ended; else None.
+        table: cosines and sines of the rotation, where they were worked out beforehand (`with_table`).
         owners: where slots are read in lanes, LongTensor `[lanes]`: `row * heads + head` of each. Channels then are
             `[1, lanes, slots, ...]`.
     """
@@ -47,10 +67,12 @@ class Slots:
     owners: Tensor | None = None
     rotation: KeyRotation | None = None
     taken: Tensor | None = None
+    table: Table | None = None
 
     def rotate(self, keys: Tensor) -> Tensor:
         """Keys `[B, H_kv or 1, n, D]` as attention sees them, from keys before rotation."""
-        return self._known().rotate(keys, self.rotated)
+        rotation = self._known()
+        return rotation.rotate(keys, self.rotated) if self.table is None else rotation.rotate_by(keys, self.table)
 
     def unrotate(self, keys: Tensor) -> Tensor:
         """Keys before rotation, from keys `[B, H_kv, n, D]` as the model made them."""
@@ -60,6 +82,23 @@ class Slots:
         if self.rotation is None:
             raise ValueError("a codec that turns keys back says so: needs_rotation = True")
         return self.rotation
+
+    def with_table(self) -> Slots:
+        """These slots with the cosines and sines of their rotation, for keys that are rotated a part at a time."""
+        return replace(self, table=self._known().table(self.rotated))
+
+    def part(self, heads: slice, slots: slice) -> Slots:
+        """Some of these slots: of all heads, or of some lanes."""
+        rotated, taken, owners = self.rotated, self.taken, self.owners
+        return replace(
+            self,
+            rotated=_cut(rotated, heads, slots),
+            taken=None if taken is None else _cut(taken, heads, slots),
+            table=None
+            if self.table is None
+            else (_cut(self.table[0], heads, slots), _cut(self.table[1], heads, slots)),
+            owners=None if owners is None else owners[heads],
+        )
 
     def by_head(self, factors: Tensor) -> Tensor:
         """`[H_kv, ...]` of each head as `[1, H_kv, ...]`, or as `[1, lanes, ...]` where slots lie in lanes."""
@@ -145,6 +184,13 @@ class Codec(CheckedFields, ABC):
         """
         return self.decode(channels, slots)
 
+    def rows(self, channels: dict[str, Tensor], slots: Slots) -> tuple[Rows, Rows] | None:
+        """Keys and values of `read` as `kernels.coded_rows` attends to them, made a block at a time.
+
+        None, the default, where `read` gives no more numbers than are held.
+        """
+        return None
+
     def expand(self, output: Tensor, slots: Slots) -> Tensor:
         """The output `[B, H, 1, D_v]` of a single query from its weighted sum of the values of `read`."""
         return output
@@ -197,6 +243,10 @@ class GroupedCodec(Codec):
         keys = {n.removeprefix("key_"): x for n, x in channels.items() if n.startswith("key_")}
         values = {n.removeprefix("value_"): x for n, x in channels.items() if n.startswith("value_")}
         return self.decode_keys(keys).to(slots.dtype), self.decode_values(values).to(slots.dtype)
+
+
+def _cut(x: Tensor, heads: slice, slots: slice) -> Tensor:
+    return x[:, heads if x.shape[1] > 1 else slice(None), slots]
 
 
 @dataclass(frozen=True)

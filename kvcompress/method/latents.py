@@ -7,10 +7,9 @@ part beside it; queries are turned to where they can be multiplied with what is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
+from kvcompress.common.constants import Constant
 from kvcompress.method.codec import Slots
 
 Tensor = torch.Tensor
@@ -19,20 +18,6 @@ Tensor = torch.Tensor
 def grouped(x: Tensor, group: int) -> Tensor:
     """`[..., H_kv, D]` → `[..., H_kv / group, group * D]`: a group's heads side by side."""
     return x.unflatten(-2, (-1, group)).flatten(-2)
-
-
-@dataclass(eq=False)
-class Factor:
-    """A constant matrix, copied once to where and in what float type it is used."""
-
-    value: Tensor
-    _copies: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
-
-    def like(self, other: Tensor) -> Tensor:
-        key = (other.device, other.dtype)
-        if key not in self._copies:
-            self._copies[key] = self.value.to(other.device, other.dtype)
-        return self._copies[key]
 
 
 def spread(rank: int) -> Tensor:
@@ -57,10 +42,12 @@ class GroupLatents:
 
     Attributes:
         keys, values: orthonormal columns `[G, group x D, rank]`.
+        head_dim: numbers of a key and of a value.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, group: int):
-        self.keys, self.values, self.group = Factor(keys), Factor(values), group
+        self.keys, self.values, self.group = Constant(keys), Constant(values), group
+        self.head_dim = keys.shape[1] // group
 
     def encode(self, keys: Tensor, values: Tensor, slots: Slots) -> dict[str, Tensor]:
         turned = slots.unrotate(keys.float())
@@ -71,14 +58,20 @@ class GroupLatents:
         return {name: value.to(slots.dtype) for name, value in found.items()}
 
     def decode(self, latents: dict[str, Tensor], slots: Slots) -> tuple[Tensor, Tensor]:
-        keys = slots.rotate(self._expanded(latents["key_latent"], self.keys, slots))
-        return keys, self._expanded(latents["value_latent"], self.values, slots)
+        return self.keys_of(latents["key_latent"], slots), self.values_of(latents["value_latent"], slots)
+
+    def keys_of(self, latent: Tensor, slots: Slots) -> Tensor:
+        """Keys `[B, H_kv, n, D]` as attention sees them."""
+        return slots.rotate(self._expanded(latent, self.keys, slots))
+
+    def values_of(self, latent: Tensor, slots: Slots) -> Tensor:
+        return self._expanded(latent, self.values, slots)
 
     def read(self, latents: dict[str, Tensor], slots: Slots) -> tuple[Tensor, Tensor]:
         """Keys rotated; values as they are held where every head has its own latent."""
         if self.group > 1:  # a latent of several heads is as wide as they are together: expanding it is less to read
             return self.decode(latents, slots)
-        return slots.rotate(self._expanded(latents["key_latent"], self.keys, slots)), latents["value_latent"]
+        return self.keys_of(latents["key_latent"], slots), latents["value_latent"]
 
     def query(self, q: Tensor, slots: Slots) -> Tensor:
         return q
@@ -91,13 +84,13 @@ class GroupLatents:
         heads = output.unflatten(1, (factor.shape[0], -1))
         return (heads @ factor[:, None].transpose(-1, -2)).flatten(1, 2)
 
-    def _project(self, x: Tensor, factor: Factor) -> Tensor:
+    def _project(self, x: Tensor, factor: Constant) -> Tensor:
         if self.group == 1:
             return x @ factor.like(x)
         joined = grouped(x.transpose(1, 2), self.group).transpose(1, 2) @ factor.like(x)
         return joined.unflatten(-1, (self.group, -1)).transpose(2, 3).flatten(1, 2)
 
-    def _expanded(self, latent: Tensor, factor: Factor, slots: Slots) -> Tensor:
+    def _expanded(self, latent: Tensor, factor: Constant, slots: Slots) -> Tensor:
         if self.group == 1:
             return latent @ slots.by_head(factor.like(latent)).transpose(-1, -2)
         joined = latent.unflatten(1, (-1, self.group)).transpose(2, 3).flatten(-2)
@@ -118,7 +111,7 @@ class JointLatent:
     """
 
     def __init__(self, rope: Tensor, keys: Tensor, values: Tensor, scale: float):
-        self.rope, self.keys, self.values, self.scale = Factor(rope), Factor(keys), Factor(values), scale
+        self.rope, self.keys, self.values, self.scale = Constant(rope), Constant(keys), Constant(values), scale
 
     @property
     def rope_dims(self) -> int:
@@ -159,7 +152,7 @@ class JointLatent:
         return (output.unflatten(1, (factor.shape[0], -1)) @ factor[:, None].transpose(-1, -2)).flatten(1, 2)
 
 
-def _sum_heads(x: Tensor, factor: Factor) -> Tensor:
+def _sum_heads(x: Tensor, factor: Constant) -> Tensor:
     """`[B, H_kv, n, D]` through `[H_kv, D, w]`, summed over heads: `[B, 1, n, w]`."""
     return torch.einsum("bhnd,hdw->bnw", x, factor.like(x))[:, None]
 

@@ -42,6 +42,10 @@ class Scorer(CheckedFields, ABC):
 
     Attributes:
         first_share, protected_first: how a selection in two stages is divided, see `second`.
+        traceable: `score`, in a decode step that evicts one token, is made of tensor operations whose shapes are fixed: it
+            asks nothing of the host, and looks at keys, values, positions, `real` and `kept` (on the device there),
+            `observed.window(1)` and mass alone. Then steps with fixed shapes call it, on slots in any order.
+        in_order: there it wants slots by position, all empty ones first, and looks at no key or value.
     """
 
     sinks: int = 0
@@ -50,6 +54,8 @@ class Scorer(CheckedFields, ABC):
     decode."""
     first_share: float = 1.0
     protected_first: bool = False
+    traceable: ClassVar[bool] = False
+    in_order: ClassVar[bool] = False
 
     @property
     def needs(self) -> Needs:

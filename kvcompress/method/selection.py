@@ -121,7 +121,14 @@ def lowest_slot(scores: Tensor, positions: Tensor, protection: Protection) -> Te
     """The one slot per head to drop, `[B, H, 1]`: the lowest score; of ties the latest position goes."""
     held, guarded = _guarded(positions, protection)
     candidate = (held & ~guarded).expand_as(scores)
-    scores = _without_nan(scores, candidate)
+    return last_lowest(_without_nan(scores, candidate), ~candidate)
+
+
+def last_lowest(scores: Tensor, blocked: Tensor) -> Tensor:
+    """The lowest score's slot per head outside `blocked`, bool `[B, H, P]`, of ties the last: LongTensor `[B, H, 1]`.
+
+    A NaN is the lowest. Nothing is asked of the host.
+    """
     highest = torch.finfo(torch.float32).max
-    ranked = scores.clamp(max=highest).masked_fill(~candidate, float("inf"))
+    ranked = scores.clamp(max=highest).masked_fill_(blocked, float("inf"))
     return scores.shape[-1] - 1 - ranked.flip(-1).argmin(dim=-1, keepdim=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from kvcompress.common.constants import Constant
 
 Tensor = torch.Tensor
 
@@ -23,6 +26,15 @@ class Rotation:
     style: str
     inv_freq: Tensor | None = None
 
+    @cached_property
+    def _frequencies(self) -> Constant:
+        assert self.inv_freq is not None
+        return Constant(self.inv_freq)
+
+    @cached_property
+    def _last(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return []
+
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Rotate `keys [B, H, n, D]` by `positions`, integers that broadcast to `[B, H, n]`."""
         if self.style == "none":
@@ -31,8 +43,7 @@ class Rotation:
         return self._turn(keys, angle.cos(), angle.sin())
 
     def _angle(self, positions: Tensor) -> Tensor:
-        assert self.inv_freq is not None
-        return positions[..., None].float() * self.inv_freq.to(positions.device)
+        return positions[..., None].float() * self._frequencies.on(positions.device)
 
     def _turn(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         r = 2 * cos.shape[-1]
@@ -43,14 +54,26 @@ class Rotation:
         else:
             a, b = x[..., 0::2], x[..., 1::2]
             turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([turned.to(keys.dtype), rest], dim=-1)
+        turned = turned.to(keys.dtype)
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines `[..., R / 2]` of `positions`, for keys that are rotated by them again and again."""
+        """Cosines and sines `[..., R / 2]` of `positions`, for keys that are rotated by them again and again.
+
+        On a CPU, where it costs more than to compare, those of the last positions are found again: layers that hold the
+        same tokens ask one after the other.
+        """
         if self.style == "none":
             return None
+        alike = positions.device.type == "cpu" and type(positions) is Tensor  # no stand-in, whose content is not known
+        for known, cos, sin in self._last if alike else ():
+            if torch.equal(known, positions):
+                return cos, sin
         angle = self._angle(positions)
-        return angle.cos(), angle.sin()
+        found = angle.cos(), angle.sin()
+        if alike:
+            self._last[:] = [(positions, *found)]
+        return found
 
     def rotate_by(self, keys: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
         """`rotate` by what `table` gave."""

@@ -18,6 +18,7 @@ import kvcompress.conf
 from kvcompress import compress
 from kvcompress.cache.layouts.dense import rounded
 from kvcompress.hook import static_decode
+from kvcompress.hook.fixed import choice
 from kvcompress.methods import H2O, KIVI, AdaKV, Full, KVzip, Quest, SnapKV
 from kvcompress.sweep import config
 from kvcompress.sweep.launcher.scheduler import Scheduler
@@ -108,10 +109,10 @@ def test_what_follows_goes_on_from_a_fixed_step_as_from_an_eager_one():
     assert found[0][1:] == found[1][1:]
 
 
-def test_a_cache_that_does_not_go_is_not_stepped_with_the_step_of_another(monkeypatch):
+def test_a_cache_is_not_stepped_with_the_step_of_another(monkeypatch):
     model, found, inner = small_model(), [], static_decode.StaticDecodeStep
     monkeypatch.setattr(
-        "kvcompress.hook.stepper.StaticDecodeStep", lambda model, layers, how: inner(model, layers, "static")
+        "kvcompress.hook.stepper.StaticDecodeStep", lambda model, forms, how: inner(model, forms, "static")
     )
     for decode in ("eager", "auto"):
         with compress(model, AdaKV(budget=20, window=3), decode=decode) as session:
@@ -179,7 +180,6 @@ def test_what_is_allocated_is_one_of_few_capacities_and_counted():
 
 
 REFUSED = {
-    "evicts while decoding": (H2O(budget=0.5), "llama"),
     "codec=kivi": (KIVI(group=16), "llama"),
     "reader=quest": (Quest(budget=0.5), "llama"),
     "sliding_attention": (Full(), "gemma2"),
@@ -198,11 +198,12 @@ def test_what_cannot_be_decoded_so_is_refused_by_name_before_any_work(reason):
     assert auto[3]["step"]["how"] == "eager" and reason in auto[3]["step"]["why"]
 
 
-def test_heads_of_different_lengths_are_refused_when_they_are_known():
-    model, ids = small_model(), random_ids(1, 40)
-    with compress(model, AdaKV(budget=0.25, window=3), decode="static") as session:
-        session.prefill(ids)
-        with pytest.raises(ValueError, match="decode=static.*different numbers of tokens.*decode=eager"):
+def test_rows_too_different_to_be_padded_are_refused_when_they_are_known():
+    model = small_model()
+    ids, mask = left_padded([60, 6, 6, 6])
+    with compress(model, H2O(budget=0.5), decode="static") as session:
+        session.prefill(ids, attention_mask=mask)
+        with pytest.raises(ValueError, match="decode=static.*very different numbers of tokens.*decode=eager"):
             session.generate(3)
 
 
@@ -212,8 +213,7 @@ def test_a_step_that_cannot_be_captured_is_refused_and_memory_that_does_not_do_i
     with compress(model, SnapKV(budget=8, window=4)) as session:
         session.prefill(random_ids(1, 20))
         layers = session.cache.full_layers
-        for layer in layers:
-            layer.held().fix(4)
+        forms = choice.forms(layers, session.compressor, 4)
         for fault, raised, words in (
             (
                 RuntimeError("operation not permitted when stream is capturing\nmore"),
@@ -224,7 +224,7 @@ def test_a_step_that_cannot_be_captured_is_refused_and_memory_that_does_not_do_i
         ):
             monkeypatch.setattr(static_decode, "captured", lambda run, fault=fault: (_ for _ in ()).throw(fault))
             with pytest.raises(raised, match=words):
-                static_decode.StaticDecodeStep(model, layers, "graph")
+                static_decode.StaticDecodeStep(model, forms, "graph")
 
 
 def test_unknown_ways_and_a_graph_without_its_device_are_refused():
@@ -245,7 +245,7 @@ def test_a_cell_says_in_its_record_how_it_stepped_and_has_an_id_of_its_own(tmp_p
     ]
     config.register()
     records = {}
-    for decode, method in (("eager", "snapkv"), ("static", "snapkv"), ("auto", "h2o")):
+    for decode, method in (("eager", "snapkv"), ("static", "snapkv"), ("auto", "quest")):
         arguments = [*common, f"method={method}", "budget=0.5", f"decode={decode}", f"paths.results={tmp_path}"]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             outcome = Scheduler(Console(file=io.StringIO()))(compose("config", arguments))
@@ -253,7 +253,7 @@ def test_a_cell_says_in_its_record_how_it_stepped_and_has_an_id_of_its_own(tmp_p
         records[decode] = outcome.record
     assert [records[decode]["protocol.step"] for decode in records] == ["eager", "static", "eager"]
     assert records["static"]["run_id"] != records["eager"]["run_id"] and records["static"]["time.step_ready_s"] > 0
-    assert "evicts while decoding" in records["auto"]["protocol.step_why"]
+    assert "reader=quest" in records["auto"]["protocol.step_why"]
     assert records["static"]["score"] == records["eager"]["score"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         outcome = Scheduler(Console(file=io.StringIO()))(compose("config", [*common, "method=full", "decode=fast"]))

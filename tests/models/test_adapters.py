@@ -380,13 +380,13 @@ def test_a_recorded_step_does_not_outlive_a_switch(monkeypatch):
     made = []
     monkeypatch.setattr(
         "kvcompress.hook.static_decode._compile",
-        lambda model, inputs: made.append(adapter_state(model)) or step_of(model),
+        lambda model, forms, inputs: made.append(adapter_state(model)) or step_of(model, forms),
     )
 
-    def step_of(model):
+    def step_of(model, forms):
         from kvcompress.hook.static_decode import step
 
-        return lambda *tensors: step(model, *tensors)
+        return lambda *tensors: step(model, forms, *tensors)
 
     model = with_adapters(small_model())
     with compress(model, Full(), decode="compiled") as session:

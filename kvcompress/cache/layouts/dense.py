@@ -57,6 +57,13 @@ class DenseStore:
         """A store that owns copies of `channels`, whose storages it does not share."""
         return cls(channels if grow else {name: exact(value) for name, value in channels.items()}, counts, grow)
 
+    @classmethod
+    def within(cls, buffers: dict[str, Tensor], length: int, counts: Tensor) -> DenseStore:
+        """A store whose first `length` slots of `buffers` are held."""
+        store = cls(dict(buffers), counts)
+        store.length = length
+        return store
+
     @property
     def capacity(self) -> int:
         return self.channels["positions"].shape[2]
@@ -131,6 +138,12 @@ class DenseStore:
             self._reallocate(rounded(self.length + tokens))
         self.clear_spare()
 
+    def spread(self, name: str) -> None:
+        """Hold a channel once per head, whether or not it is equal for all."""
+        value = self.channels[name]
+        if value.shape[1] != self.heads:
+            self.channels[name] = value.expand(-1, self.heads, *value.shape[2:]).clone()
+
     def clear_spare(self) -> None:
         """Nothing in the slots behind the held ones: position -1, zeros elsewhere."""
         for name, buffer in self.channels.items():
@@ -173,6 +186,19 @@ class DenseStore:
             positions.scatter_(2, slots, torch.where(drop.to(slots.device)[:, :, None], -1, keep))
             self._recount(self.counts - drop.long())
         self._full = False
+
+    def recount(self, counts: Tensor) -> None:
+        """Non-empty slots are `counts [B, H]` now, which someone has written or emptied in place."""
+        self._recount(counts)
+        self._full = None
+
+    def put_in_order(self, index: Tensor) -> None:
+        """Hold slots `index [B, H, n]` of the buffers, in that order and in the same buffers; nothing in the others."""
+        self.length = index.shape[2]
+        for buffer in self.channels.values():
+            buffer[:, :, : self.length] = gather_slots(buffer, index)
+        self._full = None
+        self.clear_spare()
 
     def settle(self) -> Tensor:
         """Take the present counts as those to start from, and return them."""

@@ -19,6 +19,12 @@ def lane_size(extents: Tensor) -> int:
     return size
 
 
+def few(n: int) -> int:
+    """A number not below `n`, and at most an eighth (or 7) above it, of which there are few."""
+    unit = max(8, 2 ** (n.bit_length() - 4))
+    return -(-n // unit) * unit
+
+
 class RaggedStore:
     """Named channels `[N, ...]`; segment `b * H + h` holds the slots of row b and head h, in positional order.
 
@@ -257,6 +263,27 @@ class RaggedStore:
                 flat[slots] = new[name].expand(batch, heads, *new[name].shape[2:])[chosen]
             else:
                 flat[slots] = 0
+        self._recount(self.counts + added[:, None])
+        self._room, self._next, self._places = 0, None, None
+        self._length = int(self.extents.max())
+
+    def reserve(self, tokens: int) -> None:
+        """Lanes for `tokens` more in each segment, in a buffer of one of few sizes: steps are made for one."""
+        self._provide((self.extents + tokens).flatten().tolist(), grow=False)
+        lanes = few(max(self.used, len(self.channels["positions"]) // self.lane))
+        if lanes * self.lane != len(self.channels["positions"]):
+            self._move(lanes * self.lane, self._lanes, self.lane)
+        self._room, self._places = 0, None
+
+    def holds_room(self, tokens: int) -> bool:
+        """True if the lanes of each segment take `tokens` more."""
+        extents = self.extents.flatten().tolist()
+        return bool(self.lane) and all(
+            len(lanes) * self.lane >= extent + tokens for lanes, extent in zip(self._lanes, extents, strict=True)
+        )
+
+    def written(self, added: Tensor) -> None:
+        """Hold the slots behind each segment's last, which a step has filled: `added [B]` tokens per row, 0 or 1."""
         self._recount(self.counts + added[:, None])
         self._room, self._next, self._places = 0, None, None
         self._length = int(self.extents.max())
