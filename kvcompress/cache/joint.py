@@ -96,7 +96,8 @@ class JointLayer(CacheLayerMixin):
         return JointPart(member, None, held, member.masks.get(self.index))
 
     def get_seq_length(self) -> int:
-        return max(int(member.cache.layers[self.index].get_seq_length()) for member in self.members)
+        layers: list[Any] = [member.cache.layers[self.index] for member in self.members]
+        return max(layer.get_seq_length() for layer in layers)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0  # no mask of all rows is ever looked at

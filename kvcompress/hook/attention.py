@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvcompress.cache.forward import KEYWORD, Forward, LayerCall, take
+from kvcompress.cache.forward import KEYWORD, Forward, LayerCall, SplitCall, take
 from kvcompress.cache.joint import JointCall
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import Store
@@ -61,7 +61,8 @@ def kv_attention(
     if dropout:
         raise ValueError("attention dropout is active: call model.eval() before compressing")
     call = take(kwargs)
-    if isinstance(call, JointCall):
+    if isinstance(call, SplitCall):
+        assert isinstance(call, JointCall)
         return _side_by_side(call, module, query, key, value, scaling, kwargs), None
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,

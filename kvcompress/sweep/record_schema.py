@@ -311,6 +311,7 @@ _EXTRA: dict[str, Any] = {
     # what boards and figures reckon with
     "metrics.agreement": Number | None,
     "metrics.curve_": list[Number],
+    "metrics.curve_q": list[Number | None],  # of rollouts: None where no output is that long
     "metrics.f1_full": Number | None,
     "metrics.kl": Number | None,
     "metrics.perplexity": Number | None,

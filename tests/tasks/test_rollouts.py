@@ -265,6 +265,7 @@ def test_cells_that_sample_in_common_forwards_draw_what_each_draws_alone(tmp_pat
     monkeypatch.setattr(rollouts, "teacher_forced", lambda *a: scored.append(len(a[2])) or stock(*a))
     outcomes = run_of_three_prompts(tmp_path / "together", options=TOGETHER, methods=MIXED)
     assert [outcome.record["protocol.decoding"] for outcome in outcomes] == ["together"] * 3
+    assert {outcome.status for outcome in outcomes} == {"ok"}  # with curves that end before the longest output
     assert scored == [6] * 3  # the dense model reads the samples of all three cells at once
     alone, together = of_cells(tmp_path / "alone"), of_cells(tmp_path / "together")
     assert alone.keys() == together.keys()

@@ -11,7 +11,7 @@ class Options:
 
     Attributes:
         share: one prefill for all cells that can start from it.
-        together: cells that share a prefill decode as rows of one batch where they can.
+        together: cells that share a prefill take their decode steps in one forward where they can.
         check: also decode each cell alone, and fail it where the tokens differ without a close call.
         memory: bytes that the caches of a shared prefill and its cells may take, None = no limit. Cells take turns to
             fit; one at a time beside the full cache is the least.

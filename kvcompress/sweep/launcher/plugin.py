@@ -34,7 +34,7 @@ class SharedLauncher(Launcher):
 
     Args:
         share: one prefill per sample for all cells that can start from it.
-        together: cells that share a prefill decode as rows of one batch where they can.
+        together: cells that share a prefill take their decode steps in one forward where they can.
         check: also decode each cell alone, and fail it where the tokens differ without a close call.
         memory: GiB that the caches of a shared prefill and its cells may take; cells take turns to fit.
         engine: joblib, submitit or ray: groups become jobs of it, `workers` at a time, with its own `settings`.
