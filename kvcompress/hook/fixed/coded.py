@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 
 import torch
 
@@ -34,12 +35,8 @@ class CodedForm:
         assert isinstance(store, DenseStore)
         store.fix(max(1, tokens))
         self._use(layer, store)
-        self.codec, self.index, self.dtype, self.rotation = (
-            encoding.codec,
-            layer.index,
-            encoding.dtype,
-            encoding.codec_rope,
-        )
+        self.codec, self.index = encoding.codec, layer.index
+        self.dtype, self.rotation = encoding.dtype, encoding.codec_rope
         self.heads, self.batch, self.slots = store.heads, store.counts.shape[0], store.capacity
         self.wants = compressor.wants_probabilities
         self.decay = compressor.needs.decay if compressor.needs.mass else None
@@ -51,8 +48,9 @@ class CodedForm:
         self.state = dict(encoding.state)
         self.column = torch.full((1,), store.length, device=layer.device)
         self._names = codes, beside, list(self.state)
-        self.signature = (type(self), self.codec, self.index, *map(tuple, self._names), self.wants, self.decay)
-        self.kernel = "blockwise" if self.wants else "codes"
+        what = type(self), self.codec, self.index, *map(tuple, self._names)
+        self.signature: Hashable = (*what, self.wants, self.decay)
+        self.kernel = "blockwise" if self.wants else "sdpa" if encoding.rows(store) is None else "codes"
         self.tensors = [*self.buffers.values(), *self.state.values(), self.column]
 
     def _use(self, layer: CompressedLayer, store: DenseStore) -> None:
