@@ -51,10 +51,12 @@ class CodedForm:
         what = type(self), self.codec, self.index, *map(tuple, self._names)
         self.signature: Hashable = (*what, self.wants, self.decay)
         self.kernel = "blockwise" if self.wants else "sdpa" if encoding.rows(store) is None else "codes"
-        self.tensors = [*self.buffers.values(), *self.state.values(), self.column]
+        self.beside = [self.column]
+        self.tensors = [*self.buffers.values(), *self.state.values(), *self.beside]
 
     def _use(self, layer: CompressedLayer, store: DenseStore) -> None:
         self._layer, self.store, self._column = weakref.ref(layer), store, -1
+        layer.form = weakref.ref(self)
 
     # ------------------------------------------------------------------ what is traced
 
