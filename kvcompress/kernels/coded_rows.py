@@ -101,6 +101,11 @@ def looked_up(codes: Tensor, table: Tensor, high: Tensor | None = None) -> Tenso
     return found.view(torch.float32).view(*codes.shape[:-1], codes.shape[-1] * per)
 
 
+def numbers(packed: Tensor, bits: int) -> Tensor:
+    """Codes `[..., n]` of packed ones `[..., n * bits / 8]`, in float32."""
+    return packed.float() if bits == 8 else looked_up(packed, levels_of(whole_numbers, bits).bytes.on(packed.device))
+
+
 # ---------------------------------------------------------------------- rows
 
 
