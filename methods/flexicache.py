@@ -12,6 +12,7 @@ import torch
 from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.calibrate.head_profile import unstable_heads
 from kvcompress.common.hashing import content_hash
+from kvcompress.common.transfer import upload
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor
 from kvcompress.method.budget import Budget, is_unlimited
 from kvcompress.models import compat
@@ -96,7 +97,7 @@ class FlexiCacheReader(PagedReader):
         found = torch.full((*pages.shape, most), -1, device=device)
         scored = [h for h, is_stable in enumerate(stable) if ranks or not is_stable]
         if scored:
-            heads = torch.tensor(scored, device=device)
+            heads = upload(torch.tensor(scored), device)
             scores = index.upper(q, None if len(scored) == len(stable) else heads, self.bound_width).amax(2)
             found[:, heads] = top_pages(scores, wanted, pages[:, heads] - 1)
         if not any(stable):
@@ -104,10 +105,10 @@ class FlexiCacheReader(PagedReader):
         if "ranked" not in state:
             state["ranked"], state["known"] = found, pages.clone()
         elif bool(first.any()):
-            self._install(state, found, pages, first.to(device))
+            self._install(state, found, pages, upload(first, device))
         if bool((due & ~first).any()):
             state["next"], state["next_known"] = found, pages.clone()
-            state["due"] = (due & ~first).to(device)
+            state["due"] = upload(due & ~first, device)
         ranked, known = state["ranked"], state["known"]
         tail = max(0, int((pages - known).max()))
         new = known[..., None] + torch.arange(tail, device=device)
@@ -115,7 +116,7 @@ class FlexiCacheReader(PagedReader):
         if all(stable):
             return mine
         found = torch.nn.functional.pad(found, (0, mine.shape[2] - found.shape[2]), value=-1)
-        return torch.where(torch.tensor(stable, device=device)[:, None], mine, found)
+        return torch.where(upload(torch.tensor(stable), device)[:, None], mine, found)
 
     def hold(self, index: PageIndex, state: State) -> Tensor | None:
         if "due" in state:

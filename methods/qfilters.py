@@ -9,21 +9,22 @@ import torch
 
 from kvcompress.calibrate import query_filters
 from kvcompress.method import LayerView, Method, Observed, Schedule, Scorer, State, Tensor
+from kvcompress.method.latents import Factor
 
 
 @dataclass(frozen=True, eq=False)
 class FilterScorer(Scorer):
     """Projection of keys on their head's filter, `filters [layers, H_kv, D]`, which points where its queries do."""
 
-    filters: Tensor
+    filters: Factor
     recent: int = 0
 
     def window(self, kept: Tensor) -> Tensor:
         return torch.full_like(kept, self.recent)
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
-        direction = self.filters[view.layer].to(view.keys.device, torch.float32)
-        return (view.keys.float() @ direction[..., None]).squeeze(-1)
+        keys = view.keys.float()
+        return (keys @ self.filters.like(keys)[view.layer][..., None]).squeeze(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class QFilters(Method):
 
     def make_scorer(self) -> FilterScorer:
         filters = torch.zeros(0) if self.filters is None else self.filters  # bind() fills them in
-        return FilterScorer(filters, self.window or 0)
+        return FilterScorer(Factor(filters), self.window or 0)
 
     def make_schedule(self) -> Schedule:
         return Schedule(every=1 if self.decode else None)
