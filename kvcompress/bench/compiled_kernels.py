@@ -238,10 +238,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", default="", help=f"of {', '.join(CASES)}; default: all (separated by ;)")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args(arguments)
-    numbers = [[int(n) for n in text.split(",")] for text in (args.targets, args.dims)]
+    targets, dims = ([int(n) for n in text.split(",")] for text in (args.targets, args.dims))
     cases = args.cases.split(";") if args.cases else list(CASES)
     rows = []
-    for row in compiled(*numbers, args.dtypes.split(","), cases):
+    for row in compiled(targets, dims, args.dtypes.split(","), cases):
         rows.append(asdict(row))
         text = " ".join(f"{key}={value}" for key, value in asdict(row).items())
         print(text, flush=True)

@@ -37,7 +37,7 @@ from kvcompress.bench.emulated_tensor import (
 Tensor = torch.Tensor
 
 H100 = 232_448  # bytes of shared memory of a block
-KERNELS = {  # of Triton, by module, and which argument each one fills
+KERNELS: dict[str, dict[str, tuple[int, ...]]] = {  # of Triton, by module, and which argument each one fills
     "triton_kernels": {"partial_sums": (7, 8, 9), "packed_sums": (7, 8, 9), "merge": (3,)},
     "mass_kernels": {"row_logsumexp": (4,), "column_sums": (6,)},
 }
@@ -274,7 +274,7 @@ class EmulatedCUDA:
 
     # ------------------------------------------------------------------ what tests and tables ask
 
-    def place(self, module: torch.nn.Module, device: str = "cuda:0") -> torch.nn.Module:
+    def place(self, module: Any, device: str = "cuda:0") -> Any:
         """Put a module's parameters and buffers on a device."""
         where_to = self.index(device)
         for part in module.modules():
@@ -290,7 +290,7 @@ class EmulatedCUDA:
                     setattr(part, name, EmulatedTensor(value, where_to))
         return module
 
-    def put(self, x: Tensor, device: str = "cuda:0") -> Tensor:
+    def put(self, x: Tensor, device: str = "cuda:0") -> EmulatedTensor:
         """A tensor on a device, unseen by the account."""
         return EmulatedTensor(x, self.index(device))
 

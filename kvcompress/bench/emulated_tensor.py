@@ -133,10 +133,12 @@ class EmulatedTensor(torch.Tensor):
         made.held, made.on = held, device
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # a mode sees them first
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # a mode sees them first
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return dispatched(func, args, kwargs or {})
 
     @property

@@ -129,13 +129,13 @@ def tokens_check(
         for name, method in made.items():
             if only and name not in only:
                 continue
-            logits: list[torch.Tensor] = []
+            seen: list[torch.Tensor] = []
             with compress(model, method, decode=decode) as session:
                 prompt = session.prefill(ids.to(model.device))
-                logits.append(prompt.logits.float().cpu())
-                tokens = session.generate(new, watch=lambda: logits.append(_last(session))).tokens  # noqa: B023
+                seen.append(prompt.logits.float().cpu())
+                tokens = session.generate(new, watch=lambda: seen.append(_last(session))).tokens  # noqa: B023
                 how = session.report()["step"]["how"], session.report()["kernel"]
-            sides.setdefault(name, {})[f"{side} {decode}"] = tokens, torch.stack(logits), how
+            sides.setdefault(name, {})[f"{side} {decode}"] = tokens, torch.stack(seen), how
     detail: dict[str, Any] = {}
     for name, by_side in sides.items():
         (tokens, logits, _), *others = by_side.values()

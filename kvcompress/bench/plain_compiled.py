@@ -37,7 +37,9 @@ class CompiledPlain:
         self.model = twin(model)
         self.cache = StaticCache(config=self.model.config, max_cache_len=ids.shape[1] + tokens)
         self.model(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=1)
-        self._start = [layer.cumulative_length.clone() for layer in self.cache.layers]  # type: ignore[attr-defined]
+        layers: list[Any] = list(self.cache.layers)
+        self._lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
+        self._start = [length.clone() for length in self._lengths]
         mode = "reduce-overhead" if model.device.type == "cuda" else "default"  # as transformers: CUDA graphs
         self._step = compile(self._forward, mode=mode, dynamic=False)
 
@@ -47,8 +49,8 @@ class CompiledPlain:
 
     def rewind(self) -> None:
         """Go back to the end of the prompt."""
-        for layer, start in zip(self.cache.layers, self._start, strict=True):
-            layer.cumulative_length.copy_(start)  # type: ignore[attr-defined]
+        for length, start in zip(self._lengths, self._start, strict=True):
+            length.copy_(start)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Logits `[1, V]` after `token [1, 1]`."""

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from kvcompress.models.random_models import random_model
 Tensor = torch.Tensor
 
 DEPTHS, LENGTHS = (2, 4), (128, 256)  # layers, tokens of the prompt
-SIZES = {"hidden_size": 256, "intermediate_size": 128, "heads": 16, "kv_heads": 8, "head_dim": 32}
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 128, "heads": 16, "kv_heads": 8, "head_dim": 32}
 DTYPE = torch.bfloat16  # in which a GPU runs, and its kernels are taken
 WARM, STEPS = 4, 16  # steps that are left out, and counted
 HALF = 0.5
@@ -120,8 +120,7 @@ def count(name: str, step: str, layers: int, length: int) -> Counts:
     with EmulatedCUDA(triton="count") as cuda, torch.no_grad():
         model = cuda.place(model_of(layers))
         ids = torch.randint(4, 250, (1, length + WARM + STEPS), generator=torch.Generator().manual_seed(length))
-        prompt, fed = (cuda.put(x) for x in ids.split([length, WARM + STEPS], dim=1))
-        tokens = [cuda.put(fed.held[:, i : i + 1].clone()) for i in range(WARM + STEPS)]
+        prompt, tokens = cuda.put(ids[:, :length]), [cuda.put(x.clone()) for x in ids[:, length:].split(1, dim=1)]
         if method is None:
             cache = DynamicCache(config=model.config)
             options = {"cache": cache, "use_cache": True, "logits_to_keep": 1}
@@ -134,7 +133,7 @@ def count(name: str, step: str, layers: int, length: int) -> Counts:
 
 
 def _steps(
-    cuda: EmulatedCUDA, tokens: list[Tensor], step: Callable[[Tensor], Any], kernel: Callable[[], str]
+    cuda: EmulatedCUDA, tokens: Sequence[Tensor], step: Callable[[Tensor], Any], kernel: Callable[[], str]
 ) -> Counts:
     for token in tokens[:WARM]:
         step(token)
@@ -238,7 +237,8 @@ def stated(page: str) -> dict[tuple[str, str], Costs]:
             if numbers[0] == "–":
                 found[name, step] = Costs(name, step, why=said)
             else:
-                found[name, step] = Costs(name, step, *(float(n) for n in numbers), said)  # type: ignore[arg-type]
+                launches, once, waits, waits_once, reads = (float(n) for n in numbers)
+                found[name, step] = Costs(name, step, launches, once, waits, waits_once, reads, said)
     return found
 
 

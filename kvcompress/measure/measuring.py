@@ -320,8 +320,10 @@ def paired_ratios(
     rounds = [_round(i, measure, run_a, run_b, aa) for i in range(pairs)]
     firsts, seconds, others = zip(*rounds, strict=True)
     found = Ratios.of(firsts, seconds)
-    again = Ratios.of(firsts, others) if aa else None
-    return replace(found, aa=again and again.median, aa_quartiles=again and again.quartiles)
+    if not aa:
+        return found
+    again = Ratios.of(firsts, others)
+    return replace(found, aa=again.median, aa_quartiles=again.quartiles)
 
 
 def _round(
