@@ -16,6 +16,7 @@ from kvcompress.cache.layouts import DenseStore, PagedStore, ScoreSortedStore, S
 from kvcompress.cache.query_window import QueryWindow
 from kvcompress.cache.read_account import ReadAccount
 from kvcompress.cache.sequence import CacheContext
+from kvcompress.common.transfer import upload
 from kvcompress.method.codec import Plain, overwritten
 from kvcompress.method.view import State
 from kvcompress.models.compat import CacheLayerMixin
@@ -265,7 +266,7 @@ class CompressedLayer(CacheLayerMixin):
         if rope is None or real is None:
             return q
         shift = (self.counts[:, 0] - real)[:, None]
-        ranks = (forward.positions.long() + shift).clamp(min=0).to(q.device)
+        ranks = upload((forward.positions.long() + shift).clamp(min=0), q.device)
         return rope.rotate(q, (ranks - forward.on("rotated", q.device))[:, None])
 
     def end_attention(self) -> None:

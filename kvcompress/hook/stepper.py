@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
+from kvcompress.common.transfer import upload
 from kvcompress.hook import static_decode
 from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compression import Compressor
@@ -154,7 +155,7 @@ class DecodeStepper:
         cache.begin(forward)  # an interrupt leaves it half written
         logits = fixed_step(ids, forward, cache)
         if previous is not None and not bool(rows.all()):  # a row that got nothing keeps what it had
-            logits = torch.where(rows.to(logits.device)[:, None], logits, previous)
+            logits = torch.where(upload(rows, logits.device)[:, None], logits, previous)
         for layer in cache.full_layers:
             layer.seen += 1
         cache.note_kept()

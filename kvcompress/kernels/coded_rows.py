@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcompress.common.constants import Constant, constant
 from kvcompress.kernels.blockwise import AttentionParams, capped, group_queries, probabilities
@@ -272,7 +273,12 @@ _ops.impl("code_weigh", _like_weigh, "Meta")
 
 def _taken_whole(run: Callable[..., Tensor], codes: Tensor) -> Callable[..., Tensor]:
     """`run` itself, or as one operation where `codes` is a stand-in for a tensor of a step that is traced."""
-    return run if type(codes) is Tensor else getattr(torch.ops.kvcompress, run.__name__)
+    return getattr(torch.ops.kvcompress, run.__name__) if is_stand_in(codes) else run
+
+
+def is_stand_in(x: Tensor) -> bool:
+    """True of what takes a tensor's place while a step is traced."""
+    return isinstance(x, FakeTensor)
 
 
 # ---------------------------------------------------------------------- attention
