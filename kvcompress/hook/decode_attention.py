@@ -195,7 +195,7 @@ def _over_lanes(
         if isinstance(k, Tensor) and isinstance(v, Tensor):
             if apart and triton_decode.usable(query, k, v, store.heads):
                 output = triton_decode.decode(query, k, v, positions, store.table(), params)
-        elif apart and triton_codes.usable(query, k, v, params):
+        elif apart and triton_codes.usable(query, k, v, params):  # type: ignore[arg-type]
             output = triton_codes.decode(query, k, v, positions, params, store.table())  # type: ignore[arg-type]
         if output is not None:
             observer.stats.note_kernel("triton")

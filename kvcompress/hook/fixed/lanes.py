@@ -67,7 +67,9 @@ class LaneForm:
         keys = self.buffers["keys"]
         wide = keys.new_zeros(store.counts.shape[0], store.heads, 0, keys.shape[1])
         self.ring = QueryRing.of(layer, layer.gqa_group * store.heads, wide, ring) if ring else None
-        self.in_triton = not self.wants and triton_decode.usable(keys)
+        asked = keys.new_empty(self.batch, layer.gqa_group * self.heads, 1, keys.shape[1])
+        k, v = self._in_lanes(keys), self._in_lanes(self.buffers["values"])
+        self.in_triton = not self.wants and triton_decode.usable(asked, k, v, self.heads)
         self.signature: Hashable = (
             *(type(self), self.heads, self.lane, self.lanes, tuple(beside)),
             *(self.wants, self.decay, ring, self.in_triton),
