@@ -13,6 +13,7 @@ from kvcompress.cache.pages import PagedReader, PageIndex, top_pages
 from kvcompress.calibrate.head_profile import unstable_heads
 from kvcompress.common.constants import constant, flags, numbers
 from kvcompress.common.hashing import content_hash
+from kvcompress.common.transfer import upload
 from kvcompress.method import Method, ReadAll, Reader, State, Tensor
 from kvcompress.method.budget import Budget, is_unlimited
 from kvcompress.models import compat
@@ -105,10 +106,10 @@ class FlexiCacheReader(PagedReader):
         if "ranked" not in state:
             state["ranked"], state["known"] = found, pages.clone()
         elif bool(first.any()):
-            self._install(state, found, pages, first.to(device))
+            self._install(state, found, pages, upload(first, device))
         if bool((due & ~first).any()):
             state["next"], state["next_known"] = found, pages.clone()
-            state["due"] = (due & ~first).to(device)
+            state["due"] = upload(due & ~first, device)
         ranked, known = state["ranked"], state["known"]
         tail = max(0, int((pages - known).max()))
         new = known[..., None] + torch.arange(tail, device=device)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from kvcompress.kernels.coded_rows import numbers
 from kvcompress.method import Codec, GroupedCodec, Method, Tensor
-from kvcompress.method.packing import check_bits, dequantise, pack, quantise, unpack
+from kvcompress.method.packing import check_bits, dequantise, pack, quantise
 from kvcompress.models.compat import head_sizes
 
 
@@ -65,7 +66,7 @@ class KIVICodec(GroupedCodec):
         return {"codes": pack(codes.flatten(2, 3), self.bits), "scale": scale.squeeze(3), "zero": zero.squeeze(3)}
 
     def decode_keys(self, channels: dict[str, Tensor]) -> Tensor:
-        codes = unpack(channels["codes"], self.bits).unflatten(2, (-1, self.group))
+        codes = numbers(channels["codes"], self.bits).unflatten(2, (-1, self.group))
         return dequantise(codes, channels["scale"][:, :, :, None], channels["zero"][:, :, :, None]).flatten(2, 3)
 
     def encode_values(self, values: Tensor) -> dict[str, Tensor]:
@@ -73,7 +74,7 @@ class KIVICodec(GroupedCodec):
         return {"codes": pack(codes.flatten(3), self.bits), "scale": scale.squeeze(4), "zero": zero.squeeze(4)}
 
     def decode_values(self, channels: dict[str, Tensor]) -> Tensor:
-        codes = unpack(channels["codes"], self.bits).unflatten(3, (-1, self.group))
+        codes = numbers(channels["codes"], self.bits).unflatten(3, (-1, self.group))
         return dequantise(codes, channels["scale"][..., None], channels["zero"][..., None]).flatten(3)
 
 

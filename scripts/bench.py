@@ -5,12 +5,14 @@ python scripts/bench.py overhead --only prefill --pairs 21    one check, more pa
 python scripts/bench.py overhead --only perhead,ragged,floor  decode on ragged layers: beside plain, uniform heads, and the floor
 python scripts/bench.py overhead --only share                 compression of each method, as a share of the prefill
 python scripts/bench.py overhead --model random/llama3-8b --dtype bfloat16 --device cuda --lengths 32768
-python scripts/bench.py decode --methods full,snapkv:0.1 --lengths 4096,8192   methods of your choice beside plain
+python scripts/bench.py decode --methods full,snapkv:0.1 --lengths 4096,8192   methods of your choice beside plain, eager and compiled
 python scripts/bench.py decode --methods full,snapkv:0.1 --lengths 8192 --step compiled   the methods' steps compiled
 python scripts/bench.py prefill --methods full,h2o:0.25 --lengths 4096
 python scripts/bench.py peers --kvpress OTHER/bin/python     the same beside QuantizedCache, and kvpress where it is installed
 python scripts/bench.py kernels --tokens 4096,32768          attention kernels beside SDPA and the copy bandwidth
 python scripts/bench.py gpu --out results/reference/h200     all that is asked of a GPU; without one, what it would check
+python scripts/bench.py gpu --parts tokens,step-1 --minutes 4   some of it, each part in at most so many minutes
+python scripts/bench.py device --out docs/device.md          launches, host waits and bytes of a decode step, without a GPU
 python scripts/bench.py sweep                                 what sharing prefills and decoding together saves
 python scripts/bench.py chunked --methods SnapKV,H2O          a prompt in chunks beside the same at once
 python scripts/bench.py generation                            bytes and time per token along a long output
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -84,6 +87,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     gpu.add_argument("--out", type=Path, default=Path("results/reference/gpu"), help="folder for JSON and a table")
     gpu.add_argument("--require", action="store_true", help="exit with 2 where there is no CUDA")
     gpu.add_argument("--pairs", type=int, default=11)
+    gpu.add_argument("--parts", default="", help="comma-separated, of what it says without CUDA; default: all")
+    gpu.add_argument("--minutes", type=float, default=4.0, help="of a part at most, in its own process; 0: no limit")
+    device = commands.add_parser(
+        "device", help="launches, host waits and bytes of a decode step, counted without a GPU"
+    )
+    device.add_argument("--out", type=Path, default=Path("docs/device.md"), help="the page that is made")
+    device.add_argument("--only", default="", help="methods, comma-separated, printed and not written; default: all")
     sweep = commands.add_parser(
         "sweep", parents=[common], help="cells one by one, with shared prefills, and decoded together"
     )
@@ -167,6 +177,10 @@ def beside_plain(args: argparse.Namespace) -> int:
         step = getattr(args, "step", "eager")
         runner = overhead.Overhead(model, methods, args.pairs, args.tokens, args.seed, judge=False, step=step)
         for length in lengths:
+            if args.command == "decode":
+                rows.extend(runner.beside_both(list(methods), length))
+                write(args, facts, rows)
+                continue
             for name in methods:
                 rows.append(runner.run(check(args.command, name), length))
                 write(args, facts, rows)
@@ -543,16 +557,38 @@ def gpu(args: argparse.Namespace) -> int:
 
     from kvcompress.bench import gpu_checks
 
+    parts = [name for name in args.parts.split(",") if name]
+    if args.minutes < 0:
+        raise ValueError(f"--minutes {args.minutes:g}; above 0, or 0 for no limit")
+    gpu_checks.chosen(parts)
     if not torch.cuda.is_available():
         print(f"no CUDA device here; on one this command checks\n{gpu_checks.plan()}")
         return 2 if args.require else 0
     missed = 0
-    for outcome in gpu_checks.run(args.out, args.pairs):
+    for outcome in gpu_checks.run(args.out, args.pairs, parts, args.minutes):
         print(
             f"{outcome.name}: {outcome.verdict}: {outcome.figure}" + (f" ({outcome.target})" if outcome.target else "")
         )
         missed += outcome.verdict == "missed"
     return int(missed > 0)
+
+
+def device(args: argparse.Namespace) -> int:
+    """Write the page, or print the lines of some methods."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+    from kvcompress.bench import step_costs
+
+    names = [name for name in args.only.split(",") if name] or list(step_costs.SPECS)
+    unknown = [name for name in names if name not in step_costs.SPECS]
+    if unknown:
+        raise ValueError(f"--only {', '.join(unknown)}: unknown; valid: {', '.join(step_costs.SPECS)}")
+    rows = []
+    for row in step_costs.all_costs(names):
+        rows.append(row)
+        print(step_costs.line(row), flush=True)
+    if not args.only:
+        args.out.write_text(step_costs.markdown(rows))
+    return 0
 
 
 def write(args: argparse.Namespace, facts: dict, rows: list, name: str = "rows") -> None:
@@ -569,6 +605,7 @@ if __name__ == "__main__":
         commands_of = {"overhead": overhead, "chunked": chunked, "generation": generation, "sweep": sweep}
         commands_of |= {"decode": beside_plain, "prefill": beside_plain, "peers": peers, "kernels": kernels, "gpu": gpu}
         commands_of |= {
+            "device": device,
             "links": links,
             "serving-costs": serving,
             "serving-check": serving,

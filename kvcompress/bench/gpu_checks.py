@@ -1,15 +1,20 @@
 """GPU checks in one command: kernels near the copy bandwidth, decode near the roofline.
 
-`scripts/bench.py gpu --out results/reference/h200` runs every check on a full-size model with random weights and writes
-JSON and a table. Without CUDA it says what would be checked.
+`scripts/bench.py gpu --out results/reference/h200` runs every check on a full-size model with random weights, the most
+telling first, and writes JSON and a table after each. Every check is a part of its own: a process that is ended after a few
+minutes, so that a short loan of a GPU fills most of the table; what an earlier command found stays. Without CUDA it
+says what would be checked.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
 import statistics
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +26,16 @@ from kvcompress.bench.kernels import KernelRow, Kernels, Shape
 from kvcompress.cache.layouts import DenseStore
 from kvcompress.hook.session import Session, compress
 from kvcompress.measure import measuring, roofline
-from kvcompress.methods import Full
+from kvcompress.methods import H2O, KIVI, TOVA, AdaKV, FlexiCache, Full, Quest, SnapKV
 
 MODEL, DTYPE = "random/llama3-8b", "bfloat16"
 LONG, KEPT = 131_072 - 512, 0.05  # tokens of a full cache that leave room to decode, and the share that is kept
 ROUNDS, NEW = 5, 64
 
 LANES = Shape(batch=8, kv=8, group=4, dim=128, tokens=32_768)
+STEP = f"time per token, {LONG} tokens, budget {KEPT}, step as a graph, batch {{}}"
+STEP_TARGET = "at least 0.8 of (weights + full KV) / (weights + kept KV)"
+MINUTES = 4.0  # of a part at most
 PROMPT = Shape(batch=1, kv=8, group=4, dim=128, tokens=32_768)
 
 
@@ -65,7 +73,7 @@ def verdict(met: bool) -> str:
 
 
 def checks(pairs: int = 11) -> list[Check]:
-    """All checks, in the order in which they run."""
+    """All checks, in the order in which they run: the most telling first."""
 
     def kernel(name: str, shape: Shape, judge: Callable[[KernelRow], str]) -> Callable[[], tuple[str, str, dict]]:
         def run() -> tuple[str, str, dict]:
@@ -79,17 +87,16 @@ def checks(pairs: int = 11) -> list[Check]:
         return lambda: decode_check(batch)
 
     return [
+        Check("tokens", "tokens of methods on the GPU beside those on the CPU, small model in float32",
+              "equal, and logits within 1e-3", tokens_check),
+        Check("step-1", STEP.format(1), STEP_TARGET, step(1)),
         Check("decode", f"ragged decode attention, {_words(LANES)}", "at least 80% of the measured copy bandwidth",
               kernel("decode", LANES, lambda row: verdict(row.of_copy >= 0.8))),
         Check("mass", f"attention mass from the log-sum-exp, {_words(PROMPT)}", "at most 0.7 of the flash forward's time",
               kernel("mass", PROMPT, lambda row: verdict(not row.ratios.missed(0.7)))),
+        Check("step-6", STEP.format(6), STEP_TARGET, step(6)),
         Check("groups", f"decode attention over 4-bit codes, {_words(LANES)}", "", kernel("groups", LANES, _noted)),
         Check("pages", f"decode attention over a quarter of the pages, {_words(LANES)}", "", kernel("pages", LANES, _noted)),
-        *(
-            Check(f"step-{batch}", f"time per token, {LONG} tokens, budget {KEPT}, step as a graph, batch {batch}",
-                  "at least 0.8 of (weights + full KV) / (weights + kept KV)", step(batch))
-            for batch in (1, 6)
-        ),
     ]  # fmt: skip
 
 
@@ -99,6 +106,51 @@ def _words(shape: Shape) -> str:
 
 def _noted(row: KernelRow) -> str:
     return "noted"
+
+
+# ---------------------------------------------------------------------- the same tokens
+
+
+@torch.no_grad()
+def tokens_check(
+    device: str = "cuda", new: int = 24, only: Sequence[str] = (), steps: Sequence[str] = ("eager", "auto")
+) -> tuple[str, str, dict[str, Any]]:
+    """Greedy tokens and logits of methods of every kind (or `only` some), on the device and on the CPU."""
+    made = {
+        "full": Full(), "snapkv": SnapKV(budget=40, window=8), "h2o": H2O(budget=40), "tova": TOVA(budget=40),
+        "adakv": AdaKV(budget=40, window=8), "kivi": KIVI(bits=4, residual=32, group=16),
+        "quest": Quest(budget=48, page_size=16, skip_layers=0),
+        "flexicache": FlexiCache(budget=48, page_size=16, heads="random", rerank=4),
+    }  # fmt: skip
+    ids = torch.randint(4, 250, (1, 160), generator=torch.Generator().manual_seed(0))
+    sides: dict[str, dict[str, Any]] = {}
+    for side, decode in (("cpu", "eager"), *((device, how) for how in steps)):
+        model, _ = load("random/llama", dtype="float32", device=side)
+        for name, method in made.items():
+            if only and name not in only:
+                continue
+            seen: list[torch.Tensor] = []
+            with compress(model, method, decode=decode) as session:
+                prompt = session.prefill(ids.to(model.device))
+                seen.append(prompt.logits.float().cpu())
+                tokens = session.generate(new, watch=lambda: seen.append(_last(session))).tokens  # noqa: B023
+                how = session.report()["step"]["how"], session.report()["kernel"]
+            sides.setdefault(name, {})[f"{side} {decode}"] = tokens, torch.stack(seen), how
+    detail: dict[str, Any] = {}
+    for name, by_side in sides.items():
+        (tokens, logits, _), *others = by_side.values()
+        for side, (theirs, found, how) in zip(list(by_side)[1:], others, strict=True):
+            error = float((found - logits).abs().max()) if found.shape == logits.shape else math.inf
+            detail[f"{name}, {side}"] = {"equal": theirs == tokens, "error": error, "step": how[0], "kernel": how[1]}
+    wrong = [name for name, one in detail.items() if not (one["equal"] and one["error"] <= 1e-3)]
+    worst = max(one["error"] for one in detail.values())
+    figure = f"{len(detail) - len(wrong)} of {len(detail)} equal, logits within {worst:.0e}"
+    return verdict(not wrong), figure + (f"; not: {', '.join(wrong)}" if wrong else ""), detail
+
+
+def _last(session: Session) -> torch.Tensor:
+    assert session.cache is not None and session.cache.logits is not None
+    return session.cache.logits.float().cpu()
 
 
 # ---------------------------------------------------------------------- the decode step
@@ -182,24 +234,74 @@ def plan() -> str:
     return "\n".join(lines)
 
 
-def run(out: Path, pairs: int = 11) -> Iterator[Outcome]:
-    """Run every check; `checks.json` and `checks.md` under `out` are written after each.
+def chosen(only: Sequence[str], pairs: int = 11) -> list[Check]:
+    """The checks of these names in the order in which they run; all by default.
 
-    What fails is recorded as skipped with its error, and the others go on.
+    Raises:
+        ValueError: a name that is no check.
+    """
+    known = checks(pairs)
+    unknown = set(only) - {check.name for check in known}
+    if unknown:
+        names = ", ".join(check.name for check in known)
+        raise ValueError(f"no part named {', '.join(sorted(unknown))}; valid: {names}")
+    return [check for check in known if not only or check.name in only]
+
+
+def run(out: Path, pairs: int = 11, only: Sequence[str] = (), minutes: float = MINUTES) -> Iterator[Outcome]:
+    """Run checks one by one; `checks.json` and `checks.md` under `out` are written after each, and keep what others found.
+
+    What fails, or takes longer than `minutes`, is recorded as skipped with the reason, and the others go on.
+
+    Args:
+        only: names of checks; all by default.
+        minutes: of each at most, in a process of its own; 0: in this one, for as long as it takes.
     """
     out.mkdir(parents=True, exist_ok=True)
-    facts, outcomes = measuring.hardware(torch.device("cuda")), []
-    for check in checks(pairs):
-        try:
-            found = check.run()
-        except (RuntimeError, ValueError) as error:
-            found = "skipped", f"{type(error).__name__}: {error}".splitlines()[0], {}
+    for check in chosen(only, pairs):
+        found = in_part(check, pairs, minutes) if minutes else outcome(check)
+        save(out, found)
+        yield found
+
+
+def outcome(check: Check) -> Outcome:
+    """Run a check here. What fails is skipped, whatever it is: Triton's errors are of no kind of Python's."""
+    try:
+        found = check.run()
+    except Exception as error:
+        found = "skipped", (f"{type(error).__name__}: {error}".splitlines() or [""])[0], {}
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        outcomes.append(Outcome(check.name, check.says, check.target, *found))
-        content = {"model": MODEL, "dtype": DTYPE, "hardware": facts, "checks": [asdict(one) for one in outcomes]}
-        (out / "checks.json").write_text(json.dumps(content, indent=2) + "\n")
-        (out / "checks.md").write_text(markdown(facts, outcomes))
-        yield outcomes[-1]
+    return Outcome(check.name, check.says, check.target, *found)
+
+
+def in_part(check: Check, pairs: int, minutes: float, command: Sequence[str] = ()) -> Outcome:
+    """Run a check in a process of its own, which is ended after `minutes`."""
+    asked = command or [sys.executable, "-m", "kvcompress.bench.gpu_checks", check.name, str(pairs)]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60 * minutes)
+    except subprocess.TimeoutExpired:
+        return Outcome(check.name, check.says, check.target, "skipped", f"took more than {minutes:g} minutes", {})
+    lines = done.stdout.strip().splitlines()
+    try:
+        return Outcome(**json.loads(lines[-1]))
+    except (IndexError, TypeError, json.JSONDecodeError):
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
+        figure = f"its process ended with {done.returncode}: {said}"
+        return Outcome(check.name, check.says, check.target, "skipped", figure, {})
+
+
+def save(out: Path, found: Outcome) -> None:
+    """Put an outcome in place of an earlier one of its name, among those of the same folder."""
+    file = out / "checks.json"
+    before = json.loads(file.read_text())["checks"] if file.is_file() else []
+    by_name = {one["name"]: Outcome(**one) for one in before} | {found.name: found}
+    order = [check.name for check in checks()]
+    outcomes = sorted(by_name.values(), key=lambda one: order.index(one.name) if one.name in order else len(order))
+    facts = measuring.hardware(torch.device("cuda"))
+    content = {"model": MODEL, "dtype": DTYPE, "hardware": facts, "checks": [asdict(one) for one in outcomes]}
+    file.write_text(json.dumps(content, indent=2) + "\n")
+    (out / "checks.md").write_text(markdown(facts, outcomes))
 
 
 def markdown(facts: dict[str, Any], outcomes: list[Outcome]) -> str:
@@ -208,3 +310,8 @@ def markdown(facts: dict[str, Any], outcomes: list[Outcome]) -> str:
     known = ", ".join(f"{key} {value}" for key, value in facts.items() if isinstance(value, str | int | float))
     head = ["| check | measured | target | found | verdict |", "|---|---|---|---|---|"]
     return "\n".join([f"# {MODEL} in {DTYPE}", "", known, "", *head, *rows, "", "Made by `scripts/bench.py gpu`.", ""])
+
+
+if __name__ == "__main__":  # one part, asked for by `in_part`
+    (part,) = chosen([sys.argv[1]], int(sys.argv[2]))
+    print(json.dumps(asdict(outcome(part))))

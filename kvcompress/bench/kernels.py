@@ -220,9 +220,10 @@ class Kernels:
         store = RaggedStore(packed, counts)
         owners, k, v, positions = (store.owners(), *(store.in_lanes(x) for x in ("keys", "values", "positions")))
         table, empty = store.table(), positions < 0
+        in_place = triton_decode.usable(q, k, v, shape.kv)
 
         def run() -> Tensor:
-            if triton_decode.usable(q):
+            if in_place:
                 return triton_decode.decode(q, k, v, positions, table, features)
             return lane_attention(q, k, v, empty, owners, shape.kv, features)[0]
 
@@ -230,7 +231,7 @@ class Kernels:
             keys, values, held = store.get("keys"), store.get("values"), store.get("positions") >= 0
             return one_by_one(q, keys, values, held, features.scaling)
 
-        return self._step(q, run, peer, reference, 2 * total * shape.dim * q.element_size(), total, shape)
+        return self._step(in_place, q, run, peer, reference, 2 * total * shape.dim * q.element_size(), total, shape)
 
     def _groups(self, shape: Shape) -> Job:
         """Packed codes of KIVI."""
@@ -242,9 +243,10 @@ class Kernels:
         )
         unit.flush()
         features = AttentionParams(shape.dim**-0.5)
+        in_place = triton_groups.usable(q, shape.kv, shape.dim, self.bits)
 
         def run() -> Tensor:
-            if triton_decode.usable(q):
+            if in_place:
                 return triton_groups.decode(q, unit.packed(), features)
             return piecewise_attention(q, unit.pieces("keys"), unit.pieces("values"), features)[0]
 
@@ -254,7 +256,7 @@ class Kernels:
             return one_by_one(q, keys, values, held, features.scaling)
 
         moved = sum(size for _, _, size in unit.tensors())
-        return self._step(q, run, peer, reference, moved, shape.batch * shape.kv * shape.tokens, shape)
+        return self._step(in_place, q, run, peer, reference, moved, shape.batch * shape.kv * shape.tokens, shape)
 
     def _pages(self, shape: Shape) -> Job:
         """A quarter of the pages, chosen at random, beside SDPA over all."""
@@ -268,9 +270,10 @@ class Kernels:
         asked = torch.full((1, 1), shape.tokens, dtype=torch.int32, device=self.device)
         slots = (chosen[..., None] * PAGE + torch.arange(PAGE, device=self.device)).flatten(2)
         allowed = (slots < shape.tokens)[:, :, None]
+        in_place = triton_pages.usable(q, *store.block_table()[:2], shape.kv)
 
         def run() -> Tensor:
-            if triton_pages.usable(q, PAGE):
+            if in_place:
                 return triton_pages.decode(q, *store.block_table(), chosen, asked, features)
             keys, values = (store.read(name, chosen).view(*slots.shape, -1) for name in ("keys", "values"))
             return sdpa_block(q, keys, values, allowed, features.scaling)
@@ -281,10 +284,11 @@ class Kernels:
             return one_by_one(q, k, v, held[..., : shape.tokens], features.scaling)
 
         read = int(allowed.sum())
-        return self._step(q, run, peer, reference, 2 * read * shape.dim * q.element_size(), read, shape)
+        return self._step(in_place, q, run, peer, reference, 2 * read * shape.dim * q.element_size(), read, shape)
 
     def _step(
         self,
+        in_place: bool,
         q: Tensor,
         run: Callable[[], Tensor],
         peer: Callable[[], Tensor],
@@ -294,7 +298,7 @@ class Kernels:
         shape: Shape,
     ) -> Job:
         """A decode step's job: `moved` bytes of keys and values, `attended` of them over all rows and KV heads."""
-        path = "triton" if triton_decode.usable(q) else "torch"
+        path = "triton" if in_place else "torch"
         ends = 2 * q.numel() * q.element_size()
         operations = 4 * shape.dim * shape.group * attended
         return Job(path, run, peer, "SDPA over all", reference, run, moved + ends, operations)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,8 +21,11 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
+from kvcompress.bench.plain_compiled import CompiledPlain
+from kvcompress.common.memory import is_oom
 from kvcompress.hook.session import compress
 from kvcompress.measure.measuring import PeakMemory, Ratios, Timer, paired_ratios
+from kvcompress.measure.timing import in_turn
 from kvcompress.method import Method
 
 Tensor = torch.Tensor
@@ -102,7 +106,11 @@ FEW_PAIRS = 3  # where a pair costs prefills and what is measured hardly varies:
 
 @dataclass(frozen=True)
 class Row:
-    """A check at one length: `ratios` of ours (b) to plain (a), in seconds, seconds per token or bytes."""
+    """A check at one length: `ratios` of ours (b) to plain (a), in seconds, seconds per token or bytes.
+
+    Attributes:
+        steps: how decode steps ran, (plain's, ours); None where none were taken.
+    """
 
     check: str
     title: str
@@ -111,6 +119,7 @@ class Row:
     kind: str
     target: float | None
     ratios: Ratios
+    steps: tuple[str, str] | None = None
 
     @property
     def missed(self) -> bool:
@@ -169,11 +178,7 @@ class Overhead:
         Raises:
             ValueError: a length that does not fit the model's positions, or leaves no prompt before decoding.
         """
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if not self.tokens < length <= (limit or length):
-            raise ValueError(
-                f"length={length} must lie above tokens={self.tokens} and within the model's {limit} positions"
-            )
+        self._check_length(length)
         measure = {
             "prefill": self._prefill,
             "decode": self._decode,
@@ -190,7 +195,86 @@ class Overhead:
         ratios = measure(method, length)
         name = f"{type(method).__name__}(budget={method.budget})"
         target = check.targets.get(length) if self.judge else None
-        return Row(check.name, check.title, name, length, check.kind, target, ratios)
+        steps = ("eager", self.step) if check.name.partition("-")[0] in ("decode", "evicted", "perhead") else None
+        return Row(check.name, check.title, name, length, check.kind, target, ratios, steps)
+
+    @torch.no_grad()
+    def beside_both(self, names: Sequence[Role], length: int) -> list[Row]:
+        """Decode of some methods beside plain transformers, eager and compiled, all in the same interleaved run.
+
+        Returns:
+            of each method a row to plain eager and one to plain compiled; plain compiled's to plain eager before them. Where
+        it cannot be compiled (no compiler) its rows are left out.
+
+        Raises:
+            ValueError: as `run`.
+        """
+        self._check_length(length)
+        ids = self.prompt(length - self.tokens)
+        cache, fast = self._plain_prefill(ids)[0], self._compiled(ids)
+
+        def eager() -> float:
+            return self.decode_seconds(copy.deepcopy(cache))
+
+        def compiled() -> float:
+            assert fast is not None
+            fast.rewind()
+            return self._seconds(fast)
+
+        runs = {"plain": eager, "again": eager} | ({} if fast is None else {"compiled": compiled})
+        runs |= {f"method {name}": self._decoding(self.methods[name], ids) for name in names}
+        gc.collect()
+        found, ended = in_turn(runs, self.pairs, progress=self.progress)
+        for fault in ended.values():
+            raise fault
+        bases, rows = {"plain": "eager"}, []
+        if fast is not None:
+            bases["compiled"] = "compiled"
+            title = "plain transformers compiled (StaticCache, torch.compile), decode beside plain eager"
+            rows.append(self._decode_row(title, "plain", length, ("eager", "compiled"), found, "plain", "compiled"))
+        for name in names:
+            for base, step in bases.items():
+                title = f"{name}, decode beside plain transformers {step}"
+                steps = (step, self.step)
+                rows.append(self._decode_row(title, name, length, steps, found, base, f"method {name}"))
+        return rows
+
+    def _compiled(self, ids: Tensor) -> CompiledPlain | None:
+        """Plain transformers compiled, its first step taken; None, with a warning, where it cannot be compiled."""
+        try:
+            found = CompiledPlain(self.model, ids, self.tokens)
+            found(ids[:, -1:])
+            return found
+        except Exception as fault:  # of any kind: of a compiler, or of what it cannot follow
+            if is_oom(fault):
+                raise
+            said = (str(fault).strip() or type(fault).__name__).splitlines()[0][:200]
+            warnings.warn(f"plain transformers could not be compiled and is left out ({said})", stacklevel=3)
+            return None
+
+    def _decode_row(
+        self,
+        title: str,
+        name: str,
+        length: int,
+        steps: tuple[str, str],
+        found: Mapping[str, Sequence[float]],
+        base: str,
+        side: str,
+    ) -> Row:
+        ratios = Ratios.of(found[base], found[side])
+        again = Ratios.of(found["plain"], found["again"])
+        ratios = replace(ratios, aa=again.median, aa_quartiles=again.quartiles)
+        if name in self.methods:
+            name = f"{type(self.methods[name]).__name__}(budget={self.methods[name].budget})"
+        return Row("decode", title, name, length, "ratio", None, ratios, steps)
+
+    def _check_length(self, length: int) -> None:
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not self.tokens < length <= (limit or length):
+            raise ValueError(
+                f"length={length} must lie above tokens={self.tokens} and within the model's {limit} positions"
+            )
 
     def _pairs(self, plain: Callable[[], float], ours: Callable[[], float], pairs: int | None = None) -> Ratios:
         gc.collect()
@@ -328,6 +412,8 @@ def figure(value: float, check: str) -> str:
 def table(rows: list[Row]) -> Table:
     """The rows as a table that fits 100 columns (narrower terminals wrap it), what each check compares below it."""
     out = Table("check", "tokens", "target", "measured", "quartiles", "A/A", "plain", "ours", "verdict", box=SIMPLE)
+    if any(row.steps for row in rows):  # a compiled step beside an eager one is no comparison of methods: it is said
+        out.add_column("steps: plain, ours")
     for row in rows:
         r = row.ratios
         target = "" if row.target is None else f"≤ {row.target:.2f}"
@@ -342,10 +428,11 @@ def table(rows: list[Row]) -> Table:
             figure(r.b, row.check),
             row.verdict,
         )
-        out.add_row(row.check, str(row.length), *cells, style=style)
+        steps = [", ".join(row.steps)] if row.steps else []
+        out.add_row(row.check, str(row.length), *cells, *steps, style=style)
     for column in out.columns:
         column.no_wrap = True
-    titles = {row.check: f"{row.check}: {row.title}, {row.method}" for row in rows}
+    titles = {(row.check, row.title): f"{row.check}: {row.title}, {row.method}" for row in rows}
     rule = "missed: the median exceeds the target by more than |A/A - 1|"
     out.caption = "\n".join([*titles.values(), rule])
     out.caption_justify = "left"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcompress.cache.layouts import DenseStore, RaggedStore, Store
+from kvcompress.common.transfer import upload
 
 Tensor = torch.Tensor
 
@@ -21,7 +22,7 @@ def add_mass(store: Store, mass: Tensor, fade: Tensor | None) -> None:
         return
     before = store.get("mass")
     if fade is not None:
-        before = before.mul_(fade.to(mass.device)[:, None, None, None])
+        before = before.mul_(upload(fade, mass.device)[:, None, None, None])
     if isinstance(store, DenseStore):
         before.add_(mass)
     else:
@@ -35,5 +36,5 @@ def add_lane_mass(store: RaggedStore, mass: Tensor, fade: Tensor | None) -> None
         return
     before = store.in_lanes("mass")
     if fade is not None:
-        before.mul_(fade.to(mass.device)[store.owners() // store.heads, None, None])
+        before.mul_(upload(fade, mass.device)[store.owners() // store.heads, None, None])
     before.add_(mass.transpose(1, 2))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvcompress.common.transfer import upload
 from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.method.view import Pass
 
@@ -86,7 +87,7 @@ class Forward:
         """`positions`, `real` or `rotated` on a device, moved once per forward."""
         key = (name, device)
         if key not in self._moved:
-            self._moved[key] = getattr(self, name).to(device)
+            self._moved[key] = upload(getattr(self, name), device)
         return self._moved[key]
 
     def weights(self, decay: float, device: torch.device) -> Tensor | None:
@@ -100,7 +101,7 @@ class Forward:
         if key not in self._moved:
             age = self.positions.amax(1, keepdim=True) - self.positions
             weights = (decay ** age.double()).masked_fill(self.positions < 0, 0.0)
-            self._moved[key] = weights.float().to(device)
+            self._moved[key] = upload(weights.float(), device)
         return self._moved[key]
 
 

@@ -16,6 +16,7 @@ from kvcompress.cache.layouts import DenseStore, PagedStore, ScoreSortedStore, S
 from kvcompress.cache.query_window import QueryWindow
 from kvcompress.cache.read_account import ReadAccount
 from kvcompress.cache.sequence import CacheContext
+from kvcompress.common.transfer import upload
 from kvcompress.method.codec import Plain, overwritten
 from kvcompress.method.view import State
 from kvcompress.models.compat import CacheLayerMixin
@@ -24,7 +25,17 @@ Tensor = torch.Tensor
 
 
 class Rearranged(Protocol):
-    """What steps with fixed shapes have made of a layer's tensors (`kvcompress.hook.fixed`)."""
+    """What steps with fixed shapes have made of a layer's tensors (`kvcompress.hook.fixed`).
+
+    Attributes:
+        beside: tensors that it keeps beside the layer's own.
+    """
+
+    beside: list[Tensor]
+
+    def is_of(self, layer: CompressedLayer) -> bool:
+        """True if it is `layer` that uses its tensors, or did last."""
+        ...
 
     def settle(self) -> None:
         """Have store and queries be again what they are for everything else."""
@@ -45,6 +56,7 @@ class CompressedLayer(CacheLayerMixin):
         account: of decode steps and bytes read, where a reader of pages reads.
         rearranged: while steps with fixed shapes keep store and queries in an order of their own; who asks for either
             has them settled first.
+        form: part of this layer in such steps, for as long as somebody takes them.
         queries: last queries of each row, where a scorer or codec asks for them.
         target: LongTensor `[B, H_kv]` on the CPU, slots a decode schedule keeps; set when a prompt ends (`aim_at`).
         evictor: while decode drops one token per head and step (`evict_by`).
@@ -69,6 +81,7 @@ class CompressedLayer(CacheLayerMixin):
         self.context: Callable[[], CacheContext] = functools.partial(_alive, weakref.ref(cache))
         self.index = index
         self.rearranged: Rearranged | None = None
+        self.form: weakref.ref[Rearranged] | None = None
         self.encoding = LayerEncoding(self.context, index)
         self.gqa_group, self.full_width = 1, 0
         self.shared_window_attention: dict[int, Any] = {}
@@ -112,6 +125,11 @@ class CompressedLayer(CacheLayerMixin):
     def _settle(self) -> None:
         if self.rearranged is not None:
             self.rearranged.settle()
+
+    def beside_steps(self) -> list[Tensor]:
+        """Tensors that steps with fixed shapes keep beside this layer's own."""
+        form = None if self.form is None else self.form()
+        return [] if form is None or not form.is_of(self) else form.beside
 
     def holds(self, store: Store) -> bool:
         """True if it is this store that it holds, in whatever order."""
@@ -248,7 +266,7 @@ class CompressedLayer(CacheLayerMixin):
         if rope is None or real is None:
             return q
         shift = (self.counts[:, 0] - real)[:, None]
-        ranks = (forward.positions.long() + shift).clamp(min=0).to(q.device)
+        ranks = upload((forward.positions.long() + shift).clamp(min=0), q.device)
         return rope.rotate(q, (ranks - forward.on("rotated", q.device))[:, None])
 
     def end_attention(self) -> None:

@@ -67,6 +67,7 @@ def layer_bytes(layer: CompressedLayer, real: Tensor | None) -> dict[str, int]:
             found["host"] += sum(storage_bytes(value) for value in store.host.channels.values())
     if layer.evictor is not None:
         found["index"] += storage_bytes(layer.evictor.blocked)
+    found["index"] += sum(storage_bytes(tensor) for tensor in layer.beside_steps())
     if real is not None:
         found["full"] = int(real.sum()) * layer.full_width
     return found

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import LowRankKeyPages, PagedStore
 from kvcompress.cache.pages import PagedReader, PageIndex
+from kvcompress.common.transfer import upload
 from kvcompress.kernels import triton_pages
 from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block
+from kvcompress.kernels.launch import KernelUnusable
 
 Tensor = torch.Tensor
 
@@ -21,8 +25,11 @@ def read_pages(
     forward: Forward,
     params: AttentionParams,
     math: bool = False,
-) -> Tensor:
-    """Output `[B, H, 1, D]` of single queries over the pages that the reader selects; without SDPA if `math`."""
+) -> tuple[Tensor, str]:
+    """Output `[B, H, 1, D]` of single queries over the pages that the reader selects, and the kernel that gave it.
+
+    The kernel is "triton", in place; else pages are gathered first: "pages", or "blockwise", without SDPA, if `math`.
+    """
     store = to_pages(layer, reader, forward)
     sequence = layer.context().sequence
     real = sequence.real if sequence.prompted is None else sequence.prompted
@@ -30,7 +37,7 @@ def read_pages(
     index = PageIndex(
         layer.index,
         store.size,
-        store.pages().to(q.device),
+        upload(store.pages(), q.device),
         store.shown_bounds(),
         real,
         layer.account.count_step(forward),
@@ -44,22 +51,32 @@ def read_pages(
     if chosen.shape[1] not in (store.heads, q.shape[1]):
         raise ValueError(f"a reader's selection needs {store.heads} or {q.shape[1]} heads, got {chosen.shape[1]}")
     store.bring(chosen)
-    if kernel(layer, reader, q, math) == "triton":
-        output = triton_pages.decode(q, *store.block_table(), chosen, forward.on("positions", q.device), params)
-    else:
-        output = attend_gathered(layer, store, chosen, q, forward, params, math)
+    output, kernel = None if math else _in_place(layer, store, chosen, q, forward, params), "triton"
+    if output is None:
+        output, kernel = (
+            attend_gathered(layer, store, chosen, q, forward, params, math),
+            "blockwise" if math else "pages",
+        )
     _count_step(layer, store, chosen, index, forward)
     held = reader.hold(index, layer.reader_state)
     if held is not None:
         store.hold(held)
-    return output
+    return output, kernel
 
 
-def kernel(layer: CompressedLayer, reader: PagedReader, q: Tensor, math: bool) -> str:
-    """Kernel that attends to a layer's pages: "triton" in place; else gathered, "blockwise" without SDPA, or "pages"."""
-    if not math and layer.encoding.is_plain and triton_pages.usable(q, reader.page_size):
-        return "triton"
-    return "blockwise" if math else "pages"
+def _in_place(
+    layer: CompressedLayer, store: PagedStore, chosen: Tensor, q: Tensor, forward: Forward, params: AttentionParams
+) -> Tensor | None:
+    """Output `[B, H, 1, D]` over pages read where they lie; None where no kernel can."""
+    if not layer.encoding.is_plain:
+        return None
+    keys, values, positions, table = store.block_table()
+    if not triton_pages.usable(q, keys, values, chosen.shape[1]):
+        return None
+    at = forward.on("positions", q.device)
+    with suppress(KernelUnusable):
+        return triton_pages.decode(q, keys, values, positions, table, chosen, at, params)
+    return None
 
 
 def attend_gathered(
@@ -75,7 +92,7 @@ def attend_gathered(
     batch, heads, n = chosen.shape
     size = store.size
     slots = chosen[..., None] * size + torch.arange(size, device=q.device)
-    counts = store.counts.to(q.device)
+    counts = upload(store.counts, q.device)
     if heads != store.heads:
         counts = counts.repeat_interleave(heads // store.heads, dim=1)
     allowed = (slots < counts[:, :, None, None]) & (chosen >= 0)[..., None]
@@ -182,12 +199,12 @@ def _count_step(layer: CompressedLayer, store: PagedStore, chosen: Tensor, index
     summaries, page_bytes = layer.reader_state.get("summaries"), store.slot_bytes
     if summaries is not None:
         low_rank = None if store.host is None else store.host.rebuilt
-        number = pages if low_rank is None else low_rank.full.to(pages.device) * store.heads
+        number = pages if low_rank is None else upload(low_rank.full, pages.device) * store.heads
         ranked = ranked + number * summaries.shape[-1] * summaries.element_size()
     if index.ranked:  # every key was read, the chosen pages' among them
-        ranked = ranked + store.counts.sum(1).to(read.device) * store.key_bytes
+        ranked = ranked + upload(store.counts.sum(1), read.device) * store.key_bytes
         page_bytes -= store.key_bytes
-    stepped = (forward.added > 0).to(read.device)
+    stepped = upload(forward.added > 0, read.device)
     skipped = (pages * (chosen.shape[1] // store.heads) - read).clamp(min=0)
     whole = read * store.size * page_bytes + ranked
     if layer.encoding.groups is not None:

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from kvcompress.common.transfer import upload
 from kvcompress.method.budget import Budget, NotTogether, cap, check_budget
 from kvcompress.method.parts import Reader
 from kvcompress.method.view import State
@@ -95,14 +96,19 @@ def top_pages(scores: Tensor, wanted: Tensor, last: Tensor | None = None) -> Ten
         last: LongTensor `[B, h]`: a page that is always among them.
     """
     n = min(int(wanted.max()), scores.shape[2])
+    fewer = int(wanted.min()) < n
     if last is not None:
         scores = scores.scatter(2, last[..., None], float("inf"))
-    found, order = scores.topk(min(n + 1, scores.shape[2]), dim=-1)
-    equal = (found[..., n - 1 : n] == found[..., n:]) & (found[..., n:] > float("-inf"))
-    if int(wanted.min()) < n or bool(equal.any()):  # which of equal ones is chosen matters
+    ordered = fewer or scores.device.type != "cpu"  # where a look at equal ones would wait for the device
+    if not ordered:
+        found, order = scores.topk(min(n + 1, scores.shape[2]), dim=-1)
+        equal = (found[..., n - 1 : n] == found[..., n:]) & (found[..., n:] > float("-inf"))
+        ordered = bool(equal.any())
+    if ordered:  # which of equal ones is chosen matters
         found, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    rank, wanted = torch.arange(n, device=scores.device), wanted.to(scores.device)
-    none = (found[..., :n] == float("-inf")) | (rank >= wanted[:, None, None])
+    none = found[..., :n] == float("-inf")
+    if fewer:
+        none |= torch.arange(n, device=scores.device) >= upload(wanted, scores.device)[:, None, None]
     return order[..., :n].masked_fill(none, -1)
 
 

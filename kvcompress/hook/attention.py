@@ -10,6 +10,7 @@ kernel of its own. Single queries: `decode_attention`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from kvcompress.kernels.blockwise import (
     units,
     visible,
 )
+from kvcompress.kernels.launch import KernelUnusable
 from kvcompress.models import compat, projections
 
 Tensor = torch.Tensor
@@ -200,13 +202,14 @@ def attend(
     if is_plain_causal(layer, n, forward, params, observer):
         return attend_first(module, q, *layer.keys_values(), params, observer), None
     if not encoding.absorbs_projection:
-        return _attend_masked(layer, q, *layer.keys_values(), forward, params, observer), None
-    output = _attend_masked(layer, *encoding.decode_operands(q, store, forward), forward, params, observer)
+        return _attend_masked(layer, module, q, *layer.keys_values(), forward, params, observer), None
+    output = _attend_masked(layer, module, *encoding.decode_operands(q, store, forward), forward, params, observer)
     return encoding.decode_output(output, forward, store.heads), None
 
 
 def _attend_masked(
     layer: CompressedLayer,
+    module: torch.nn.Module,
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -218,7 +221,8 @@ def _attend_masked(
     n, store = q.shape[2], layer.held()
     observe_mass, math = observer.wants_mass, needs_probabilities(params, observer)
     if observe_mass and not observer.blockwise and triton_mass.usable(q, params):
-        return _attend_and_sum(layer, q, keys, values, forward, params, observer)
+        with suppress(KernelUnusable):
+            return _attend_and_sum(layer, module, q, keys, values, forward, params, observer)
     positions, queries = layer.positions(), forward.on("positions", q.device)
     observer.stats.note_kernel("blockwise" if math else "sdpa")
     ordered = store.kind == "dense"  # new columns lie last, in order: later ones are invisible to earlier queries
@@ -259,6 +263,7 @@ def _by_sdpa(
 
 def _attend_and_sum(
     layer: CompressedLayer,
+    module: torch.nn.Module,
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -266,20 +271,26 @@ def _attend_and_sum(
     params: AttentionParams,
     observer: AttentionObserver,
 ) -> Tensor:
-    """Output `[B, H, n, D]` by SDPA and the attention mass beside it by a kernel of its own, on a GPU."""
+    """Output `[B, H, n, D]` by flash or SDPA and the attention mass beside it by a kernel of its own, on a GPU.
+
+    Raises:
+        KernelUnusable: Triton cannot run that kernel here; nothing was added.
+    """
     n, store, lse = q.shape[2], layer.held(), None
     positions, at = layer.positions(), forward.on("positions", q.device)
     weights = forward.weights(observer.mass_decay, q.device)
-    observer.stats.note_kernel("sdpa", "triton")
     plain = is_first_forward(store, n) and forward.real is None and params.window is None and forward.fusion is None
     both = triton_mass.flash(q, keys, values, params.scaling) if plain else None
     if both is not None:
         output, lse = both
+    elif plain:
+        output = attend_first(module, q, keys, values, params, observer)
     else:
         cut = blocks(n, q, keys, logits=False)
         output = _by_sdpa(q, keys, values, positions, at, params, cut, [keys.shape[2]] * len(cut))
     ordered = store.kind == "dense" and forward.fusion is None
     mass = triton_mass.mass(q, keys, at, positions, params, ordered, plain, weights, lse)
+    observer.stats.note_kernel("sdpa" if both is None else "flash", "triton")
     observer.add_mass(layer, mass, forward)
     return output
 

@@ -88,7 +88,13 @@ class Compressor:
 
     @property
     def wants_probabilities(self) -> bool:
-        return self.blockwise or self.needs.mass or (self.needs.window == 1 and self.parts.schedule.in_decode)
+        """True if the attention weights of decode steps are used."""
+        return self.wants_weights("decode")
+
+    def wants_weights(self, phase: str) -> bool:
+        evicts = self.parts.schedule.in_decode
+        mass = self.needs.mass and (evicts or phase != "decode")  # what nobody will ask for is not summed
+        return self.blockwise or mass or (self.needs.window == 1 and evicts)
 
     @property
     def reader(self) -> Reader:

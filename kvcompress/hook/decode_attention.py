@@ -7,6 +7,7 @@ a float32 softmax wherever probabilities are wanted.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -15,11 +16,13 @@ from kvcompress.cache import page_reading
 from kvcompress.cache.forward import Forward
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.layouts import QuantizedGroups, RaggedStore
+from kvcompress.cache.layouts.quantized_groups import GroupSegment
 from kvcompress.cache.pages import PagedReader
 from kvcompress.hook.observer import AttentionObserver
 from kvcompress.kernels import triton_codes, triton_decode, triton_groups
 from kvcompress.kernels.blockwise import AttentionParams, sdpa_block, softmax_block, visible
 from kvcompress.kernels.coded_rows import Rows, attend_rows
+from kvcompress.kernels.launch import KernelUnusable, on_gpu
 from kvcompress.kernels.online_softmax import piecewise_attention
 from kvcompress.kernels.varlen_decode import lane_attention
 
@@ -38,8 +41,9 @@ def decode_attention(
     if isinstance(reader, PagedReader):
         if forward.phase != "prompt" and reader.reads_layer(layer.index):
             math = observer.blockwise or not params.plain
-            observer.stats.note_kernel(page_reading.kernel(layer, reader, q, math))
-            return page_reading.read_pages(layer, reader, q, forward, params, math), None
+            output, kernel = page_reading.read_pages(layer, reader, q, forward, params, math)
+            observer.stats.note_kernel(kernel)
+            return output, None
     elif not reader.reads_all:
         return _over_selection(layer, q, forward, params, observer), None
     if encoding.groups is not None and params.window is None:
@@ -54,7 +58,7 @@ def _over_all(
 ) -> Attention:
     """One query per row over all slots of a dense layout, or of another one padded."""
     store, encoding = layer.held(), layer.encoding
-    wants = observer.wants_probabilities or not params.plain
+    wants = observer.wants_weights(forward.phase) or not params.plain
     allowed = None
     if params.window is not None or forward.real is not None:
         allowed = visible(layer.positions(), forward.on("positions", q.device), params.window)
@@ -91,11 +95,13 @@ def _over_codes(
     observer: AttentionObserver,
 ) -> Attention:
     """One query per row, in the codec's terms, over codes of which only a block is made into numbers at a time."""
-    wants, positions = observer.wants_probabilities, layer.positions()
+    wants, positions = observer.wants_weights(forward.phase), layer.positions()
     if not wants and triton_codes.usable(q, keys, values, params) and positions.shape[1] in (1, keys.shape[1]):
-        observer.stats.note_kernel("triton")
         oldest = None if params.window is None else _oldest(forward, params.window, keys.shape[1], q.device)
-        return triton_codes.decode(q, keys, values, positions, params, oldest=oldest), None  # type: ignore[arg-type]
+        with suppress(KernelUnusable):
+            output = triton_codes.decode(q, keys, values, positions, params, oldest=oldest)  # type: ignore[arg-type]
+            observer.stats.note_kernel("triton")
+            return output, None
     observer.stats.note_kernel("blockwise" if wants else "codes")
     output, p = attend_rows(q, keys, values, allowed, params)
     if not wants:
@@ -126,18 +132,19 @@ def _over_groups(
     observer: AttentionObserver,
 ) -> Attention:
     """Single queries over coded groups and what is held exactly, decoded a piece at a time."""
-    wants = observer.wants_probabilities
-    packed = groups.packed and not wants and params.sinks is None and triton_decode.usable(q)
-    observer.stats.note_kernel("triton" if packed else "blockwise" if wants else "groups")
+    wants = observer.wants_weights(forward.phase)
+    packed = groups.packed and not wants and params.sinks is None
     output, size = torch.empty_like(q), q.shape[1] // groups.heads
     positions, p = layer.positions(), None
     if wants:
         p = q.new_zeros(q.shape[0], groups.heads, size, layer.length, dtype=torch.float32)
     for rows, heads, segment in groups.each():
         of = slice(heads.start * size, heads.stop * size) if heads.start is not None else heads
-        if packed:
-            output[rows, of] = triton_groups.decode(q[rows, of], segment.packed(), params)
+        if packed and (made := _packed(q[rows, of], segment, params)) is not None:
+            output[rows, of] = made
+            observer.stats.note_kernel("triton")
             continue
+        observer.stats.note_kernel("blockwise" if wants else "groups")
         mine = replace(params, sinks=None if params.sinks is None else params.sinks[of])
         output[rows, of], found = piecewise_attention(
             q[rows, of], segment.pieces("keys"), segment.pieces("values"), mine
@@ -154,6 +161,16 @@ def _over_groups(
     return output, p[:, :, :, None]
 
 
+def _packed(q: Tensor, segment: GroupSegment, params: AttentionParams) -> Tensor | None:
+    """Queries of a segment over its packed codes by the kernel; None where that cannot be run."""
+    width = segment.left["values"]
+    if not triton_groups.usable(q, width.shape[1], width.shape[3], segment.codec.bits):  # type: ignore[attr-defined]  # packed
+        return None
+    with suppress(KernelUnusable):
+        return triton_groups.decode(q, segment.packed(), params)
+    return None
+
+
 def _over_lanes(
     layer: CompressedLayer,
     store: RaggedStore,
@@ -167,22 +184,26 @@ def _over_lanes(
     positions, rows = store.in_lanes("positions"), encoding.lane_rows(store)
     k: Tensor | Rows
     v: Tensor | Rows
-    gpu = not observer.wants_probabilities and params.sinks is None and triton_decode.usable(q)
-    if rows is not None and (not gpu or triton_codes.usable(q, *rows, params)):
+    wants = observer.wants_weights(forward.phase)
+    apart = not wants and params.sinks is None
+    if rows is not None and (not apart or not on_gpu(q) or triton_codes.usable(q, *rows, params)):
         query, (k, v) = encoding.encode_query(q, forward, store.heads), rows
     else:
         query, k, v = encoding.lane_operands(q, store, forward)
-    if gpu:
-        observer.stats.note_kernel("triton")
+    with suppress(KernelUnusable):
+        output = None
         if isinstance(k, Tensor) and isinstance(v, Tensor):
-            output = triton_decode.decode(query, k, v, positions, store.table(), params)
-        else:
+            if apart and triton_decode.usable(query, k, v, store.heads):
+                output = triton_decode.decode(query, k, v, positions, store.table(), params)
+        elif apart and triton_codes.usable(query, k, v, params):  # type: ignore[arg-type]
             output = triton_codes.decode(query, k, v, positions, params, store.table())  # type: ignore[arg-type]
-        return encoding.decode_output(output, forward, store.heads), None
+        if output is not None:
+            observer.stats.note_kernel("triton")
+            return encoding.decode_output(output, forward, store.heads), None
     observer.stats.note_kernel("lanes")
     output, p = lane_attention(query, k, v, positions < 0, owners, store.heads, params)
     output = encoding.decode_output(output, forward, store.heads)
-    if not observer.wants_probabilities:
+    if not wants:
         return output, None
     if observer.wants_mass:
         real = None if forward.real is None else forward.on("real", q.device)[owners // store.heads, None]

@@ -100,13 +100,13 @@ def generate(
     if temperature > 0 and seed is not None:
         generator = torch.Generator(device=logits.device).manual_seed(seed)
     result = Generation([[] for _ in range(batch)], ["length"] * batch, forced=[False] * len(guides))
-    alive = torch.ones(batch, dtype=torch.bool)
-    last = torch.zeros(batch, 1, dtype=torch.long, device=logits.device)
+    alive, last = torch.ones(batch, dtype=torch.bool), [0] * batch
+    barred = torch.tensor(sorted(stops), dtype=torch.long).to(logits.device) if stops and min_new_tokens > 0 else None
     for number in range(max_new_tokens):
         if on_logits is not None:
             on_logits(number, logits)
-        if number < min_new_tokens and stops:
-            logits = logits.index_fill(1, torch.tensor(sorted(stops), device=logits.device), float("-inf"))
+        if number < min_new_tokens and barred is not None:
+            logits = logits.index_fill(1, barred, float("-inf"))
         bad = logits.isnan().any(-1)
         sound = logits if temperature == 0.0 else logits.masked_fill(bad[:, None], 0.0)
         tokens = pick(sound, temperature, top_p, top_k, generator)
@@ -145,5 +145,5 @@ def generate(
         result.step_s.append(time.perf_counter() - start)
         if watch is not None:
             watch()
-    result.pending = last
+    result.pending = torch.tensor(last, dtype=torch.long)[:, None].to(logits.device)
     return result

@@ -41,9 +41,8 @@ class AttentionObserver(Protocol):
         """Factor by which the mass fades with every query."""
         ...
 
-    @property
-    def wants_probabilities(self) -> bool:
-        """True if a decode step's attention weights are used: then they are computed once, with the output."""
+    def wants_weights(self, phase: str) -> bool:
+        """True if the attention weights of a single query are used: then they are computed once, with the output."""
         ...
 
     def select(self, layer: CompressedLayer, q: Tensor) -> Tensor | None:

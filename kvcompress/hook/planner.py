@@ -51,7 +51,8 @@ class ForwardPlanner:
             if position_ids is not None:
                 forward = replace(forward, rotated=position_ids)
             if cache.spec.codec_rope is not None:
-                cache.note_shift(forward)
+                made = None if request is None else request.position_ids  # not read back from the device
+                cache.note_shift(forward if made is None else replace(forward, rotated=made))
             self.auxiliary.plan(cache, forward, tokens)
         except ValueError:  # a refused forward leaves no trace
             cache.restore(unchanged)

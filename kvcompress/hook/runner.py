@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.cache.forward import Fusing
+from kvcompress.common.transfer import upload
 
 Tensor = torch.Tensor
 
@@ -23,11 +24,13 @@ class ForwardRequest:
         phase: as of `Forward`.
         real: bool `[B, n]` on the CPU, which of the new columns are real tokens; None: what the mask says.
         recompute: reused keys and values that take the place of the model's own in this forward.
+        position_ids: `[B, n]` on the CPU, those that the model is given; None: what the call says.
     """
 
     phase: str
     real: Tensor | None = None
     recompute: Fusing | None = None
+    position_ids: Tensor | None = None
 
 
 class ForwardRunner:
@@ -92,11 +95,11 @@ class ForwardRunner:
         any_real, last = real.any(1), ids.shape[1] - 1 - real.flip(1).long().argmax(1)
         first_kept = int(last[any_real].min()) if bool(any_real.any()) else ids.shape[1] - 1
         previous, device = cache.logits, self.model.device
-        with self.requesting(ForwardRequest(phase, real, recompute)):
+        with self.requesting(ForwardRequest(phase, real, recompute, position_ids)):
             output = self.model(
-                input_ids=ids.to(device),
+                input_ids=upload(ids, device),
                 attention_mask=None,
-                position_ids=position_ids.to(device),
+                position_ids=upload(position_ids, device),
                 cache=cache,
                 use_cache=True,
                 logits_to_keep=ids.shape[1] - (0 if every else first_kept),
@@ -105,7 +108,7 @@ class ForwardRunner:
         if bool((last != ids.shape[1] - 1).any()):  # padding to the right of a row's last token
             rows = torch.arange(len(last), device=output.logits.device)
             first = 0 if every else first_kept
-            logits = output.logits[rows, (last - first).clamp(min=0).to(rows.device)]
+            logits = output.logits[rows, upload((last - first).clamp(min=0), rows.device)]
         logits = kept_where_idle(logits, previous, any_real)
         cache.keep_logits(logits)
         return output.logits if every else logits
@@ -121,7 +124,7 @@ def kept_where_idle(logits: Tensor, previous: Tensor | None, fed: Tensor) -> Ten
     """Logits `[B, V]`, those of before in rows that got no token; `fed` bool `[B]`."""
     if previous is None or bool(fed.all()):
         return logits
-    return torch.where(fed.to(logits.device)[:, None], logits, previous)
+    return torch.where(upload(fed, logits.device)[:, None], logits, previous)
 
 
 def check_head(model: PreTrainedModel) -> None:

@@ -163,17 +163,21 @@ def _thread_products(traced: torch.fx.GraphModule) -> None:
     traced.recompile()
 
 
-def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of what `run` launches: each call of the result does it again, on the same tensors."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries choose kernels and allocate before the capture
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
+def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """A CUDA graph of what `run` launches on `device`: each call of the result does it again, on the same tensors."""
+    with torch.cuda.device(device):  # streams and graphs belong to the current one
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):  # libraries choose kernels and allocate before the capture
+            for _ in range(3):
+                run()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                output = run()
+        finally:
+            torch.cuda.set_stream(current)  # torch leaves the capture's own where the capture failed
 
     def replay() -> Tensor:
         graph.replay()
@@ -209,7 +213,7 @@ class StaticDecodeStep:
             self._run()  # loads what was compiled
         elif how == "graph":
             try:
-                self._run = captured(self._run)
+                self._run = captured(self._run, device)
             except RuntimeError as fault:  # torch's own are such: a step that waits for the device cannot be captured
                 if is_oom(fault):
                     raise

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcompress.common.constants import Constant, constant
 from kvcompress.kernels.blockwise import AttentionParams, capped, group_queries, probabilities
@@ -99,6 +100,11 @@ def looked_up(codes: Tensor, table: Tensor, high: Tensor | None = None) -> Tenso
     # one look-up of a wide number for all of a byte's: torch's own of short rows takes several times as long
     found = table.view(wide).flatten().index_select(0, index.flatten())
     return found.view(torch.float32).view(*codes.shape[:-1], codes.shape[-1] * per)
+
+
+def numbers(packed: Tensor, bits: int) -> Tensor:
+    """Codes `[..., n]` of packed ones `[..., n * bits / 8]`, in float32."""
+    return packed.float() if bits == 8 else looked_up(packed, levels_of(whole_numbers, bits).bytes.on(packed.device))
 
 
 # ---------------------------------------------------------------------- rows
@@ -267,7 +273,12 @@ _ops.impl("code_weigh", _like_weigh, "Meta")
 
 def _taken_whole(run: Callable[..., Tensor], codes: Tensor) -> Callable[..., Tensor]:
     """`run` itself, or as one operation where `codes` is a stand-in for a tensor of a step that is traced."""
-    return run if type(codes) is Tensor else getattr(torch.ops.kvcompress, run.__name__)
+    return getattr(torch.ops.kvcompress, run.__name__) if is_stand_in(codes) else run
+
+
+def is_stand_in(x: Tensor) -> bool:
+    """True of what takes a tensor's place while a step is traced."""
+    return isinstance(x, FakeTensor)
 
 
 # ---------------------------------------------------------------------- attention

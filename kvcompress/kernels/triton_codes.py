@@ -7,9 +7,10 @@ from typing import Any, TypeGuard
 
 import torch
 
-from kvcompress.kernels import triton_decode
+from kvcompress.kernels import launch
 from kvcompress.kernels.blockwise import AttentionParams
 from kvcompress.kernels.coded_rows import CodedRows, Rows
+from kvcompress.kernels.launch import on_gpu
 from kvcompress.kernels.triton_decode import LEAST_LANES, MOST_SPLITS, PROGRAMS
 
 Tensor = torch.Tensor
@@ -22,7 +23,11 @@ BESIDE = ("high", "scale", "zero")
 
 def usable(q: Tensor, keys: Rows, values: Rows, features: AttentionParams) -> bool:
     """True if the kernel can answer queries `q [B, H, 1, D]` over these rows on the device that they are on."""
-    return triton_decode.usable(q) and unsupported_reason(q.dtype, keys, values, features, _shared(q.device)) is None
+    if not on_gpu(q):
+        return False
+    room = launch.shared_memory(q.device) - launch.SPARE
+    reason = unsupported_reason(q.dtype, keys, values, features, room)
+    return reason is None and not launch.refused("codes", q, *_shape(q, keys, values))  # type: ignore[arg-type]
 
 
 def unsupported_reason(
@@ -58,10 +63,8 @@ def _plain(rows: Rows) -> TypeGuard[CodedRows]:
     return isinstance(rows, CodedRows)
 
 
-def _shared(device: torch.device) -> int:
-    if device.type != "cuda":  # interpreted
-        return 1 << 20
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 49_152))
+def _shape(q: Tensor, keys: CodedRows, values: CodedRows) -> tuple[int, ...]:
+    return q.shape[1], keys.shape[3], values.shape[3], _bits(keys), _bits(values)
 
 
 def decode(
@@ -84,6 +87,9 @@ def decode(
 
     Returns:
         `[B, H, 1, D_v]`; 0 for a head that holds nothing.
+
+    Raises:
+        KernelUnusable: see `launch.launching`.
     """
     from kvcompress.kernels import code_kernels, triton_kernels  # only where Triton is installed
 
@@ -109,51 +115,52 @@ def decode(
         name: max(16, triton_kernels.power_of_2(size))
         for name, size in (("BLOCK_G", group), ("BLOCK_D", dim), ("BLOCK_DV", width))
     }
-    code_kernels.coded_sums[(segments, splits)](
-        q.contiguous(),
-        *_tensors(keys, q.device),
-        *_tensors(values, q.device),
-        positions,
-        positions if table is None else table,
-        oldest,
-        sums,
-        tops,
-        totals,
-        features.scaling,
-        features.softcap or 1.0,
-        tokens,
-        capacity,
-        heads,
-        *strides,
-        most,
-        -(-most // splits),
-        splits,
-        G=group,
-        D=dim,
-        DV=width,
-        KEY_BITS=_bits(keys),
-        VALUE_BITS=_bits(values),
-        KEY_SCALE=keys.scale is not None,
-        KEY_ZERO=keys.zero is not None,
-        VALUE_SCALE=values.scale is not None,
-        VALUE_ZERO=values.zero is not None,
-        LANES=table is not None,
-        BLOCK=block,
-        SOFTCAP=features.softcap is not None,
-        UPCAST=not q.is_cuda,
-        **rounded,
-    )
-    triton_kernels.merge[(segments * group,)](
-        sums,
-        tops,
-        totals,
-        output,
-        splits,
-        G=group,
-        DV=width,
-        BLOCK_S=triton_kernels.power_of_2(splits),
-        BLOCK_DV=rounded["BLOCK_DV"],
-    )
+    with launch.launching("codes", q, *_shape(q, keys, values)):
+        code_kernels.coded_sums[(segments, splits)](
+            q.contiguous(),
+            *_tensors(keys, q.device),
+            *_tensors(values, q.device),
+            positions,
+            positions if table is None else table,
+            oldest,
+            sums,
+            tops,
+            totals,
+            features.scaling,
+            features.softcap or 1.0,
+            tokens,
+            capacity,
+            heads,
+            *strides,
+            most,
+            -(-most // splits),
+            splits,
+            G=group,
+            D=dim,
+            DV=width,
+            KEY_BITS=_bits(keys),
+            VALUE_BITS=_bits(values),
+            KEY_SCALE=keys.scale is not None,
+            KEY_ZERO=keys.zero is not None,
+            VALUE_SCALE=values.scale is not None,
+            VALUE_ZERO=values.zero is not None,
+            LANES=table is not None,
+            BLOCK=block,
+            SOFTCAP=features.softcap is not None,
+            UPCAST=not q.is_cuda,
+            **rounded,
+        )
+        triton_kernels.merge[(segments * group,)](
+            sums,
+            tops,
+            totals,
+            output,
+            splits,
+            G=group,
+            DV=width,
+            BLOCK_S=triton_kernels.power_of_2(splits),
+            BLOCK_DV=rounded["BLOCK_DV"],
+        )
     return output
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch
 
 from kvcompress.kernels.blockwise import AttentionParams
+from kvcompress.kernels.launch import HALF, fits, launching, on_gpu, refused, tile
 
 Tensor = torch.Tensor
 
@@ -16,14 +14,33 @@ MOST_SPLITS = 64
 LEAST_LANES = 4  # a split reads at least these, or merging would cost more than it gains
 
 
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def usable(q: Tensor, k: Tensor, v: Tensor, heads: int) -> bool:
+    """True if the kernel can answer queries `[B, H, 1, D]` over lanes of `heads` KV heads (or query heads) per row.
+
+    On CUDA with Triton, in half precision or float32, where the card has room for a lane of `k` and `v` and the queries.
+    """
+    shape = _shape(q, k, v, heads)
+    typed = q.dtype in (*HALF, torch.float32) and k.dtype == q.dtype == v.dtype
+    return on_gpu(q) and typed and fits(q, shared_bytes(*shape, q.element_size())) and not refused("lanes", q, *shape)
 
 
-def usable(q: Tensor) -> bool:
-    """True if queries like `q` can be answered by the kernel: on CUDA, with Triton installed."""
-    return q.is_cuda and _installed()
+def _shape(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[int, int, int, int]:
+    return tile(q.shape[1] // heads), k.shape[1], tile(q.shape[-1]), tile(v.shape[-1])
+
+
+def shared_bytes(group: int, slots: int, dim: int, width: int, size: int) -> int:
+    """Shared memory of a block in bytes: one lane of keys and values, queries, weights; all are sizes of tiles.
+
+    Args:
+        group: queries of a KV head; slots: of a lane; dim, width: of keys and values.
+        size: bytes of a number.
+    """
+    return size * (slots * (dim + width) + group * (dim + slots)) + 8 * slots
+
+
+def warps(dim: int, width: int, size: int) -> int:
+    """Warps of a block: twice as many where 4 would spill registers."""
+    return 8 if size * max(dim, width) > 256 else 4
 
 
 def decode(
@@ -48,6 +65,9 @@ def decode(
 
     Returns:
         `[B, H, 1, D_v]`; 0 for a head that holds nothing.
+
+    Raises:
+        KernelUnusable: see `launch.launching`.
     """
     from kvcompress.kernels import triton_kernels as kernels  # only where Triton is installed
 
@@ -62,41 +82,44 @@ def decode(
     sums = torch.empty(segments, splits, group, width, dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(segments, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
     output = torch.empty(batch, heads, 1, width, dtype=q.dtype, device=q.device)
-    kernels.partial_sums[(segments, splits)](
-        q,
-        k,
-        v,
-        positions,
-        table,
-        places,
-        oldest,
-        sums,
-        tops,
-        totals,
-        features.scaling,
-        features.softcap or 1.0,
-        most,
-        -(-most // splits),
-        splits,
-        G=group,
-        D=dim,
-        DV=width,
-        SLOTS=k.shape[1],
-        BLOCK_G=max(16, kernels.power_of_2(group)),
-        BLOCK_D=max(16, kernels.power_of_2(dim)),
-        BLOCK_DV=max(16, kernels.power_of_2(width)),
-        SOFTCAP=features.softcap is not None,
-        UPCAST=not q.is_cuda,
-    )
-    kernels.merge[(segments * group,)](
-        sums,
-        tops,
-        totals,
-        output,
-        splits,
-        G=group,
-        DV=width,
-        BLOCK_S=kernels.power_of_2(splits),
-        BLOCK_DV=max(16, kernels.power_of_2(width)),
-    )
+    block_group, slots, block_dim, block_width = shape = _shape(q, k, v, segments // batch)
+    with launching("lanes", q, *shape):
+        kernels.partial_sums[(segments, splits)](
+            q,
+            k,
+            v,
+            positions,
+            table,
+            places,
+            oldest,
+            sums,
+            tops,
+            totals,
+            features.scaling,
+            features.softcap or 1.0,
+            most,
+            -(-most // splits),
+            splits,
+            G=group,
+            D=dim,
+            DV=width,
+            SLOTS=slots,
+            BLOCK_G=block_group,
+            BLOCK_D=block_dim,
+            BLOCK_DV=block_width,
+            SOFTCAP=features.softcap is not None,
+            UPCAST=not q.is_cuda,
+            num_warps=warps(block_dim, block_width, q.element_size()),
+        )
+        kernels.merge[(segments * group,)](
+            sums,
+            tops,
+            totals,
+            output,
+            splits,
+            G=group,
+            DV=width,
+            BLOCK_S=kernels.power_of_2(splits),
+            BLOCK_DV=block_width,
+        )
     return output

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcompress.kernels.blockwise import AttentionParams, group_queries, logits_block
+from kvcompress.kernels.launch import HALF, fits, launching, on_gpu, refused, tile
 from kvcompress.kernels.triton_decode import MOST_SPLITS, PROGRAMS
 
 Tensor = torch.Tensor
@@ -36,11 +37,43 @@ class PackedTokens:
     tail: tuple[Tensor, Tensor]
 
 
+def usable(q: Tensor, heads: int, width: int, bits: int) -> bool:
+    """True if the kernel can answer queries `[b, H, 1, D]` over codes of `heads` KV heads and `width` value channels.
+
+    On CUDA with Triton, in half precision, where the card has room for a block of tokens: in float32 the unpacked
+    numbers do not fit the registers.
+    """
+    shape = _shape(q, heads, width, bits)
+    typed = q.dtype in HALF and fits(q, shared_bytes(*shape, q.element_size()))
+    return on_gpu(q) and typed and not refused("groups", q, *shape)
+
+
+def _shape(q: Tensor, heads: int, width: int, bits: int) -> tuple[int, int, int, int]:
+    return tile(q.shape[1] // heads), tile(q.shape[3]), tile(width), bits
+
+
+def shared_bytes(group: int, dim: int, width: int, bits: int, size: int) -> int:
+    """Shared memory of a block in bytes: codes with their scales and zeros, queries, weights; sizes of tiles.
+
+    Codes of 8 bits are unpacked there too. `size`: bytes of a number.
+    """
+    coded = 1 + 2 * size + (size if bits == 8 else 0)
+    return BLOCK * (dim + width) * coded + size * group * (dim + BLOCK)
+
+
+def warps(dim: int, width: int) -> int:
+    """Warps of a block: twice as many where 4 would spill registers."""
+    return 8 if max(dim, width) > 64 else 4
+
+
 def decode(q: Tensor, held: PackedTokens, features: AttentionParams) -> Tensor:
     """Softmax attention of single queries `[b, H, 1, D]` over packed codes and a tail of exact tokens, in float32.
 
     Where keys and values are both coded the kernel reads them packed; the tail, whose values are exact, is a partial
     sum made in torch; all partial sums meet over their common maximum.
+
+    Raises:
+        KernelUnusable: see `launch.launching`.
     """
     keys, values = held.tail
     batch, all_heads, _, dim = q.shape
@@ -63,19 +96,20 @@ def decode(q: Tensor, held: PackedTokens, features: AttentionParams) -> Tensor:
     output = torch.empty(batch, all_heads, 1, width, dtype=q.dtype, device=q.device)
     from kvcompress.kernels import triton_kernels as kernels  # only where Triton is installed
 
-    if splits:
-        _launch(kernels, q, held, features, (sums, tops, totals), splits)
-    kernels.merge[(segments * group,)](
-        sums,
-        tops,
-        totals,
-        output,
-        splits + 1,
-        G=group,
-        DV=width,
-        BLOCK_S=kernels.power_of_2(splits + 1),
-        BLOCK_DV=max(16, kernels.power_of_2(width)),
-    )
+    with launching("groups", q, *_shape(q, heads, width, held.bits)):
+        if splits:
+            _launch(kernels, q, held, features, (sums, tops, totals), splits)
+        kernels.merge[(segments * group,)](
+            sums,
+            tops,
+            totals,
+            output,
+            splits + 1,
+            G=group,
+            DV=width,
+            BLOCK_S=kernels.power_of_2(splits + 1),
+            BLOCK_DV=tile(width),
+        )
     return output
 
 
@@ -84,7 +118,8 @@ def _launch(
 ) -> None:
     coded_keys, coded_values, tokens = held.keys, held.values, held.tokens
     heads, dim = held.tail[0].shape[1], q.shape[3]
-    width, group = partial[0].shape[3], q.shape[1] // heads
+    width = partial[0].shape[3]
+    group, (block_group, block_dim, block_width, _) = q.shape[1] // heads, _shape(q, heads, width, held.bits)
     queries = group_queries(q, heads).contiguous()
     names = ("codes", "scale", "zero")
     per_split = -(-tokens // (splits * BLOCK)) * BLOCK
@@ -108,9 +143,10 @@ def _launch(
         BITS=held.bits,
         GROUP=held.group,
         BLOCK=BLOCK,
-        BLOCK_G=max(16, kernels.power_of_2(group)),  # type: ignore[attr-defined]
-        BLOCK_D=max(16, kernels.power_of_2(dim)),  # type: ignore[attr-defined]
-        BLOCK_DV=max(16, kernels.power_of_2(width)),  # type: ignore[attr-defined]
+        BLOCK_G=block_group,
+        BLOCK_D=block_dim,
+        BLOCK_DV=block_width,
         SOFTCAP=features.softcap is not None,
         UPCAST=not q.is_cuda,
+        num_warps=warps(block_dim, block_width),
     )

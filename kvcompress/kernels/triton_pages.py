@@ -6,15 +6,18 @@ import torch
 
 from kvcompress.kernels import triton_decode
 from kvcompress.kernels.blockwise import AttentionParams
+from kvcompress.kernels.launch import LEAST
 
 Tensor = torch.Tensor
 
-LEAST = 16  # tokens of a page that a matrix unit takes
 
+def usable(q: Tensor, keys: Tensor, values: Tensor, heads: int) -> bool:
+    """True if the kernel can read pages of these pools, chosen by `heads` KV heads or query heads of each row.
 
-def usable(q: Tensor, size: int) -> bool:
-    """True if pages of `size` tokens can be read by the kernel: on CUDA, a power of 2 from 16 on."""
-    return triton_decode.usable(q) and size >= LEAST and size & (size - 1) == 0
+    Where `triton_decode` can, and a page holds a power of 2 of tokens from 16 on.
+    """
+    size = keys.shape[1]
+    return size >= LEAST and size & (size - 1) == 0 and triton_decode.usable(q, keys, values, heads)
 
 
 def decode(
@@ -40,6 +43,9 @@ def decode(
 
     Returns:
         `[B, H, 1, D_v]`; 0 where nothing was chosen.
+
+    Raises:
+        KernelUnusable: see `launch.launching`.
     """
     batch, heads, _ = chosen.shape
     size, group = keys.shape[1], heads // table.shape[1]

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -267,6 +267,18 @@ class Ratios:
     aa: float | None = None
     aa_quartiles: tuple[float, float] | None = None
 
+    @classmethod
+    def of(cls, a: Sequence[float], b: Sequence[float]) -> Ratios:
+        """Of two measurements that were made in turn, pair by pair.
+
+        Raises:
+            ValueError: a baseline that measured nothing.
+        """
+        if min(a) <= 0:
+            raise ValueError("the baseline measured 0 or less, so there is no ratio to it; measure more work at a time")
+        found = [one / base for base, one in zip(a, b, strict=True)]
+        return cls(statistics.median(found), quartiles(found), len(found), statistics.median(a), statistics.median(b))
+
     def missed(self, target: float) -> bool:
         """True if the median exceeds `target` by more than chance alone strays, |A/A - 1|."""
         return self.median - target > abs((self.aa if self.aa is not None else 1.0) - 1.0)
@@ -307,19 +319,11 @@ def paired_ratios(
         measure(run_b)
     rounds = [_round(i, measure, run_a, run_b, aa) for i in range(pairs)]
     firsts, seconds, others = zip(*rounds, strict=True)
-    if min(firsts) <= 0:
-        raise ValueError("the baseline measured 0 or less, so there is no ratio to it; measure more work at a time")
-    ratios = [b / a for a, b in zip(firsts, seconds, strict=True)]
-    again = [other / a for a, other in zip(firsts, others, strict=True)] if aa else []
-    return Ratios(
-        median=statistics.median(ratios),
-        quartiles=quartiles(ratios),
-        pairs=pairs,
-        a=statistics.median(firsts),
-        b=statistics.median(seconds),
-        aa=statistics.median(again) if aa else None,
-        aa_quartiles=quartiles(again) if aa else None,
-    )
+    found = Ratios.of(firsts, seconds)
+    if not aa:
+        return found
+    again = Ratios.of(firsts, others)
+    return replace(found, aa=again.median, aa_quartiles=again.quartiles)
 
 
 def _round(

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from kvcompress.common.cache_folder import cache_dir
 from kvcompress.models.compat import positions_of
@@ -28,7 +35,7 @@ from kvcompress.models.tokenizers import remember_tokenizer
 from kvcompress.models.weight_files import UnsafeWeights, check_weight_files
 
 __all__ = ["EMBEDDED", "cache_dir", "eos_ids", "load", "load_tokenizer", "names", "random_model"]
-__all__ += ["resolve_device", "resolve_dtype"]
+__all__ += ["dtype_of", "resolve_device", "resolve_dtype"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +74,7 @@ def load(
 
     Args:
         name_or_path: `smollm2`, `gemma3-270m`, `random/<architecture>`, a folder, or a Hub id `owner/name`.
-        dtype: of the weights, a name from `placement.DTYPES` or a torch dtype.
+        dtype: of the weights, a name from `placement.DTYPES`, a torch dtype, or `auto`, see `dtype_of`.
         device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for the best one there is.
         seed: of random models; real ones ignore it.
         trust_remote_code: run Python files that come with the model. Off: such a model is refused.
@@ -84,8 +91,8 @@ def load(
         OSError: the package of an embedded model is not installed, or a Hub id cannot be fetched; says how to go on.
     """
     name = os.fspath(name_or_path)
-    torch_dtype = resolve_dtype(dtype)
     where = resolve_device(device)
+    torch_dtype = dtype_of(name, dtype, where, revision)
     if name.startswith("random/"):
         return _known(_load_random(name, seed, torch_dtype, where, attn_implementation, options))
     if options:
@@ -105,6 +112,36 @@ def load(
         revision=revision,
     )
     return _known(loaded)
+
+
+def dtype_of(
+    name: str, dtype: str | torch.dtype, device: str | torch.device, revision: str | None = None
+) -> torch.dtype:
+    """The type that a model's weights are loaded in.
+
+    `auto` is float32 on a CPU, and elsewhere the checkpoint's own. Full-size random models have none and take bfloat16, in
+    which what they are shaped after is published; small ones and embedded ones are made in float32.
+
+    Raises:
+        ValueError: no such type.
+        OSError, ValueError: `auto`, and the checkpoint's configuration cannot be read.
+    """
+    if dtype != "auto":
+        return resolve_dtype(dtype)
+    if torch.device(device).type == "cpu" or name in EMBEDDED:
+        return torch.float32
+    if name.startswith("random/"):
+        return torch.bfloat16 if name.removeprefix("random/") in FULL else torch.float32
+    source = _checked_source(name)
+    try:
+        written, _ = PreTrainedConfig.get_config_dict(source, **({} if revision is None else {"revision": revision}))
+    except (OSError, ValueError) as error:
+        raise _explained(error, name, source) from error
+    for part in (written, written.get("text_config") or {}):
+        found = part.get("dtype") or part.get("torch_dtype")
+        if found is not None:
+            return resolve_dtype(found)
+    return torch.float32  # as transformers takes a configuration that says nothing
 
 
 def load_tokenizer(

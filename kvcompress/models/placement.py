@@ -14,7 +14,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
             return dtype
     elif isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES:
         return DTYPES[dtype.removeprefix("torch.")]
-    raise ValueError(f"dtype={dtype!r} is not a weight type; valid: {', '.join(DTYPES)}")
+    raise ValueError(f"dtype={dtype!r} is not a weight type; valid: auto, {', '.join(DTYPES)}")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

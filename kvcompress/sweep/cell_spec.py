@@ -55,6 +55,7 @@ class CellSpec:
         if reason is not None:
             raise NotTogether(f"batch={config.batch}: {reason}; use batch=1")
         check_thinking(config, task)
+        config = with_dtype(config)
         found = identity(config, method, task)
         return cls(config, method, task, found, hashing.digest(found), pair_id(found), hashing.source_hash())
 
@@ -78,6 +79,16 @@ class CellSpec:
     def model_key(self) -> str:
         """Key of the loaded model: cells with the same key use the same one."""
         return model_key(self.config)
+
+
+def with_dtype(config: DictConfig) -> DictConfig:
+    """The configuration with the weights' type by its name: what is stored says what was run, on whatever device."""
+    if config.dtype != "auto":
+        return config
+    dtype = loading.dtype_of(config.model.name, "auto", loading.resolve_device(config.device), config.model.revision)
+    found = config.copy()
+    found.dtype = str(dtype).removeprefix("torch.")
+    return found
 
 
 def identity(config: Any, method: Method, task: Task) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class RunConfig:
     schedule: Any = None
     budget: float | int = 1.0
     seed: int = 0
-    dtype: str = "float32"
+    dtype: str = "auto"
     device: str = "auto"
     limit: int | None = None
     batch: int = 1

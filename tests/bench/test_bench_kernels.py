@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 from helpers import load_script
 
 from kvcompress.bench import gpu_checks, kernels
+from kvcompress.bench.emulated_cuda import EmulatedCUDA
 from kvcompress.bench.kernels import KERNELS, Kernels, Shape
 from kvcompress.measure import roofline
 from kvcompress.models.loading import random_model
@@ -106,14 +108,55 @@ def test_outcomes_are_kept_as_json_and_markdown_and_a_failure_stops_no_other(scr
         gpu_checks.Check("two", "second", "", fails),
         gpu_checks.Check("three", "third", "at most 1", lambda: ("missed", "2.00x", {})),
     ]
-    monkeypatch.setattr(gpu_checks, "checks", lambda pairs: fake)
+    monkeypatch.setattr(gpu_checks, "checks", lambda pairs=11: fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_checks.measuring, "hardware", lambda device: {"device": "a GPU"})
-    assert script.gpu(script.parse(["gpu", "--out", str(tmp_path)])) == 1
+    assert script.gpu(script.parse(["gpu", "--out", str(tmp_path), "--minutes", "0"])) == 1
     kept = json.loads((tmp_path / "checks.json").read_text())["checks"]
     assert [(c["name"], c["verdict"]) for c in kept] == [("one", "met"), ("two", "skipped"), ("three", "missed")]
     assert kept[1]["figure"] == "RuntimeError: out of memory"
     assert "| three | third | at most 1 | 2.00x | missed |" in (tmp_path / "checks.md").read_text()
+
+
+def test_a_part_that_is_run_again_replaces_its_outcome_and_leaves_the_others(tmp_path, monkeypatch):
+    figures = iter(["1.00x", "2.00x", "3.00x"])
+    fake = [gpu_checks.Check(name, name, "", lambda: ("noted", next(figures), {})) for name in ("one", "two")]
+    monkeypatch.setattr(gpu_checks, "checks", lambda pairs=11: fake)
+    monkeypatch.setattr(gpu_checks.measuring, "hardware", lambda device: {"device": "a GPU"})
+    assert len(list(gpu_checks.run(tmp_path, minutes=0))) == 2
+    assert [o.figure for o in gpu_checks.run(tmp_path, only=["one"], minutes=0)] == ["3.00x"]
+    kept = json.loads((tmp_path / "checks.json").read_text())["checks"]
+    assert [(c["name"], c["figure"]) for c in kept] == [("one", "3.00x"), ("two", "2.00x")]
+    with pytest.raises(ValueError, match="no part named three; valid: one, two"):
+        list(gpu_checks.run(tmp_path, only=["three"], minutes=0))
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import time; time.sleep(60)", "took more than 0.002 minutes"),
+        ("import sys; sys.exit('a bad address')", "its process ended with 1: a bad address"),
+    ],
+)
+def test_a_part_is_ended_in_time_and_may_die_alone(program, said):
+    check = gpu_checks.Check("one", "first", "", lambda: ("met", "", {}))
+    minutes = 0.002 if "sleep" in program else 1.0
+    found = gpu_checks.in_part(check, 1, minutes, [sys.executable, "-S", "-c", program])
+    assert (found.verdict, found.figure) == ("skipped", said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="emulated where there is no GPU")
+@pytest.mark.parametrize("names", [["snapkv"], pytest.param([], marks=pytest.mark.long)])
+def test_tokens_on_a_device_are_held_against_the_cpus(names, monkeypatch):
+    """On emulated CUDA, eager and as a graph; wrong logits are found."""
+    with EmulatedCUDA():
+        verdict, figure, detail = gpu_checks.tokens_check(new=3, only=names)
+        assert verdict == "met" and detail["snapkv, cuda auto"]["step"] == "graph", figure
+        assert figure.startswith(f"{len(detail)} of {len(detail)} equal") and len(detail) == 2 * (len(names) or 8)
+    monkeypatch.setattr(gpu_checks, "_last", lambda session: next(noise) + session.cache.logits.float().cpu())
+    noise = iter(range(100))
+    monkeypatch.setattr(gpu_checks, "load", lambda *_, **__: (random_model("llama", layers=1), None))
+    assert gpu_checks.tokens_check("meta", new=3, only=["full"], steps=("eager",))[0] == "missed"
 
 
 def test_a_filled_cache_decodes_at_the_length_it_was_given():

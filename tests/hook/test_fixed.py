@@ -222,7 +222,7 @@ def test_a_step_that_cannot_be_captured_is_refused_and_memory_that_does_not_do_i
             ),
             (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "out of memory"),
         ):
-            monkeypatch.setattr(static_decode, "captured", lambda run, fault=fault: (_ for _ in ()).throw(fault))
+            monkeypatch.setattr(static_decode, "captured", lambda *args, fault=fault: (_ for _ in ()).throw(fault))
             with pytest.raises(raised, match=words):
                 static_decode.StaticDecodeStep(model, forms, "graph")
 

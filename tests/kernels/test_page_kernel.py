@@ -94,8 +94,9 @@ def test_a_reader_of_pages_gets_the_same_logits_and_the_record_names_the_kernel(
 
     expected, before = run()
     stock = triton_pages.usable
-    monkeypatch.setattr(triton_pages.triton_decode, "usable", lambda q: True)
-    assert stock(ids, size) == (size == 16)
+    monkeypatch.setattr(triton_pages.triton_decode, "usable", lambda *args: True)
+    pool = torch.zeros(3, size, 16)
+    assert stock(ids, pool, pool, 2) == (size == 16)
     found, after = run()
     assert "pages" in before and ("triton" in after) == (size == 16)
     assert (found - expected).abs().max() <= 1e-4
@@ -103,5 +104,6 @@ def test_a_reader_of_pages_gets_the_same_logits_and_the_record_names_the_kernel(
 
 @pytest.mark.parametrize(("size", "taken"), [(16, True), (64, True), (8, False), (24, False), (1, False)])
 def test_pages_are_powers_of_two_from_16_on(size, taken, monkeypatch):
-    monkeypatch.setattr(triton_pages.triton_decode, "usable", lambda q: True)
-    assert triton_pages.usable(torch.zeros(1), size) == taken
+    monkeypatch.setattr(triton_pages.triton_decode, "usable", lambda *args: True)
+    pool = torch.zeros(3, size, 16)
+    assert triton_pages.usable(torch.zeros(1), pool, pool, 2) == taken

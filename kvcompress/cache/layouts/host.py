@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcompress.cache.layouts.low_rank_pages import LowRankKeyPages
+from kvcompress.common.transfer import upload
 
 Tensor = torch.Tensor
 
@@ -77,7 +78,7 @@ class HostPages:
             return
         blocks = table[:, heads][due]
         for name, host in self.channels.items():
-            host[due] = pool[name].index_select(0, blocks.to(pool[name].device)).cpu()
+            host[due] = pool[name].index_select(0, upload(blocks, pool[name].device)).cpu()
         self.written = full.clone()
         self.moved[kind] += due.sum((1, 2)) * self.page_bytes
 
@@ -87,7 +88,7 @@ class HostPages:
         self.moved["promoted"] += mine.sum((1, 2)) * self.page_bytes
         device = next(iter(pool.values())).device
         if self.rebuilt is not None:
-            pool["keys"].index_copy_(0, blocks.to(device), self.rebuilt.pages(promoted))
+            pool["keys"].index_copy_(0, upload(blocks, device), self.rebuilt.pages(promoted))
             self.moved["rebuilt"] += mine.sum((1, 2)) * self.rebuilt.page_bytes
         if device.type != "cuda":
             for name, host in self.channels.items():
@@ -97,9 +98,9 @@ class HostPages:
         self._streams = stream, event
         stream.wait_stream(torch.cuda.current_stream(device))  # the blocks are still being read
         with torch.cuda.stream(stream):
-            where = blocks.to(device)
+            where = upload(blocks, device)
             for name, host in self.channels.items():
-                pool[name].index_copy_(0, where, host[mine].pin_memory().to(device, non_blocking=True))
+                pool[name].index_copy_(0, where, upload(host[mine], device))
                 pool[name].record_stream(stream)
             event.record(stream)
 
@@ -118,7 +119,7 @@ class HostPages:
             found[wanted.to(found.device)] = self.rebuilt.pages(wanted)
         elif bool(wanted.any()):
             source = self.channels[name][:, :, : away.shape[2]][wanted[:, mine]]
-            found[wanted.to(found.device)] = source.to(found.device)
+            found[upload(wanted, found.device)] = upload(source, found.device)
 
     def rows(self, index: Tensor) -> HostPages:
         """A copy that holds the given rows."""

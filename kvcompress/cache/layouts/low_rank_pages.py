@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcompress.common.transfer import upload
+
 Tensor = torch.Tensor
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
@@ -62,7 +64,7 @@ class LowRankKeyPages:
 
     def pages(self, wanted: Tensor) -> Tensor:
         """Keys `[m, size, D]` of the pages marked in `wanted [B, H, P]` (bool on the CPU), in their order."""
-        b, h, page = (x.to(self.basis.device) for x in wanted.nonzero(as_tuple=True))
+        b, h, page = (upload(x, self.basis.device) for x in wanted.nonzero(as_tuple=True))
         token = page[:, None] * self.size + torch.arange(self.size, device=page.device)
         before = torch.einsum("msr,mrd->msd", self.coordinates[b[:, None], token], self.basis[b, :, h])
         turned = self.rotate(before.flatten(0, 1)[None, None], self.at[b[:, None], token].flatten()[None, None].long())

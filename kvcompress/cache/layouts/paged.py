@@ -10,6 +10,7 @@ import torch
 
 from kvcompress.cache.layouts.host import HostPages
 from kvcompress.cache.layouts.low_rank_pages import LowRankKeyPages
+from kvcompress.common.transfer import upload
 
 Tensor = torch.Tensor
 
@@ -59,14 +60,14 @@ class PagedStore:
         first, capacity, device = pages.cumsum(0) - pages, room(int(pages.max())), keys.device
         blocks, flat = room(int(pages.sum())), counts.flatten()
         at = torch.arange(int(flat.sum())) - (flat.cumsum(0) - flat).repeat_interleave(flat)
-        slots = (first.repeat_interleave(flat) * size + at).to(device)
+        slots = upload(first.repeat_interleave(flat) * size + at, device)
         self.pool = {}
         for name, value in packed.items():
             if name != "positions":
                 buffer = value.new_zeros(blocks * size, *value.shape[1:])
                 self.pool[name] = buffer.index_copy_(0, slots, value).view(blocks, size, *value.shape[1:])
         owner = torch.arange(batch * heads).repeat_interleave(flat)
-        places = (owner * capacity * size + at).to(device)
+        places = upload(owner * capacity * size + at, device)
         positions = torch.full((batch * heads * capacity * size,), -1, dtype=torch.int32, device=device)
         positions = positions.index_copy_(0, places, packed["positions"]).view(batch, heads, -1)
         self.positions = positions[:, :1].clone() if shared else positions
@@ -131,8 +132,9 @@ class PagedStore:
         """A channel as `[B, H, P, ...]`, of both tiers: a transient copy, or a view of `positions`."""
         if name == "positions":
             return self.positions[:, :, : self.length]
+        self._wait()
         pool, table = self.pool[name], self.table[:, :, : self.most]
-        found = pool.index_select(0, table.clamp(min=0).flatten().to(self.device))
+        found = pool.index_select(0, upload(table.clamp(min=0).flatten(), self.device))
         found = found.view(*table.shape, *pool.shape[1:])
         if self.host is not None:
             self.host.fill(found, name, table < 0, self.pages())
@@ -146,7 +148,7 @@ class PagedStore:
     def on_device(self) -> Tensor:
         """`table` on the device."""
         if self._on_device is None:
-            self._on_device = self.table.to(self.device)
+            self._on_device = upload(self.table, self.device)
         return self._on_device
 
     def read(self, name: str, chosen: Tensor) -> Tensor:
@@ -154,8 +156,7 @@ class PagedStore:
 
         They have to be on the device.
         """
-        if self.host is not None:
-            self.host.arrived(self.device)
+        self._wait()
         table = self.on_device()
         if chosen.shape[1] != table.shape[1]:
             table = table.repeat_interleave(chosen.shape[1] // table.shape[1], dim=1)
@@ -163,9 +164,13 @@ class PagedStore:
 
     def block_table(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values `[blocks, size, ...]`, `positions` and the table on the device, once pages under way are in."""
+        self._wait()
+        return self.pool["keys"], self.pool["values"], self.positions, self.on_device()
+
+    def _wait(self) -> None:
+        """Have what follows on the device wait for pages that are being promoted."""
         if self.host is not None:
             self.host.arrived(self.device)
-        return self.pool["keys"], self.pool["values"], self.positions, self.on_device()
 
     def shown_bounds(self) -> Tensor:
         """`bounds` of the pages that there are, `[B, H, P, 2D]`; a view."""
@@ -242,10 +247,10 @@ class PagedStore:
         batch, heads = self.counts.shape
         page, at = torch.div(self.counts, self.size, rounding_mode="floor"), self.counts % self.size
         block = self.table.gather(2, page[..., None]).squeeze(2)
-        self._next = (block * self.size + at).flatten().to(self.device)
+        self._next = upload((block * self.size + at).flatten(), self.device)
         segments = torch.arange(batch * heads).view(batch, heads)
-        self._page = (segments * self.table.shape[2] + page).flatten().to(self.device)
-        self._column = self.counts[:, : self.positions.shape[1], None].clone().to(self.device)
+        self._page = upload((segments * self.table.shape[2] + page).flatten(), self.device)
+        self._column = upload(self.counts[:, : self.positions.shape[1], None].clone(), self.device)
         self._room = self.size - int(at.max())
 
     def _provide(self, counts: Tensor) -> None:
@@ -273,6 +278,7 @@ class PagedStore:
     def _take(self, wanted: int) -> list[int]:
         """Free blocks, of a larger pool if there are too few."""
         if len(self._free) < wanted:
+            self._wait()  # pages under way go into the pool that is copied
             before = len(next(iter(self.pool.values())))
             blocks = room(before - len(self._free) + wanted)
             for name, old in self.pool.items():
@@ -358,11 +364,10 @@ class PagedStore:
         """A pool of the blocks in `table [B, H, pages]` alone."""
         held = table >= 0
         blocks, used = table[held], int(held.sum())
-        if self.host is not None:
-            self.host.arrived(self.device)
+        self._wait()
         for name, old in self.pool.items():
             fresh = old.new_zeros(room(used), *old.shape[1:])
-            fresh[:used] = old.index_select(0, blocks.to(old.device))
+            fresh[:used] = old.index_select(0, upload(blocks, old.device))
             self.pool[name] = fresh
         self.table = torch.full_like(table, -1)
         self.table[held] = torch.arange(used)
@@ -372,8 +377,7 @@ class PagedStore:
     def fork(self) -> PagedStore:
         copy = PagedStore.__new__(PagedStore)
         copy.size, copy.counts = self.size, self.counts.clone()
-        if self.host is not None:
-            self.host.arrived(self.device)
+        self._wait()
         copy.pool = {name: value.clone() for name, value in self.pool.items()}
         copy.positions, copy.bounds, copy.table = self.positions.clone(), self.bounds.clone(), self.table.clone()
         copy._free = list(self._free)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcompress.cache.layouts.dense import BLOCK, exact
+from kvcompress.common.transfer import upload
 
 Tensor = torch.Tensor
 
@@ -114,11 +115,11 @@ class RaggedStore:
         batch, heads = self._counts.shape
         extents = self.extents.flatten()[:, None]
         offset = torch.arange(self._length)[None] - (self._length - extents)
-        held = (offset >= 0).view(batch, heads, self._length).to(self.device)
+        held = upload((offset >= 0).view(batch, heads, self._length), self.device)
         index = self._slots(torch.arange(batch * heads)[:, None], offset.clamp_(min=0))
         # a segment without slots may start past the end of the buffer
         index.clamp_(max=max(len(self.channels["positions"]) - 1, 0))
-        places = index.view(held.shape).to(self.device), held
+        places = upload(index.view(held.shape), self.device), held
         if self.lane:  # what is packed is held exactly, and seldom looked at
             self._places = places
         return places
@@ -183,7 +184,7 @@ class RaggedStore:
             owner = torch.empty(self.used, dtype=torch.long)
             for segment, lanes in enumerate(self._lanes):
                 owner[lanes] = segment
-            self._owner = owner.to(self.device)
+            self._owner = upload(owner, self.device)
         return self._owner
 
     def table(self) -> Tensor:
@@ -192,7 +193,7 @@ class RaggedStore:
             self.owners()
             most = max(1, max(len(lanes) for lanes in self._lanes))
             rows = [lanes + [-1] * (most - len(lanes)) for lanes in self._lanes]
-            self._table = torch.tensor(rows, dtype=torch.int32, device=self.device)
+            self._table = upload(torch.tensor(rows, dtype=torch.int32), self.device)
         return self._table
 
     def _provide(self, wanted: list[int], grow: bool = True) -> None:
@@ -292,7 +293,7 @@ class RaggedStore:
         """Know where each segment's next tokens go, with a new lane for those whose last is full."""
         extents = self.extents.flatten()
         self._provide((extents + 1).tolist())
-        self._next = self._slots(torch.arange(len(extents)), extents).to(self.device)
+        self._next = upload(self._slots(torch.arange(len(extents)), extents), self.device)
         self._room = self.lane - int((extents % self.lane).max())
 
     def mark_empty(self, slots: Tensor, drop: Tensor | None = None) -> None:

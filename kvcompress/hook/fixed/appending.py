@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -69,27 +70,29 @@ class AppendForm:
         keys = channels["keys"]
         self.batch, self.slots = keys.shape[0], keys.shape[2]
         self.column = torch.full((1,), store.length, device=keys.device)
-        self.beside = [name for name in channels if name not in ("keys", "values", "positions")]
-        if "mass" in self.beside:  # first of those beside
-            self.beside.sort(key=lambda name: name != "mass")
+        self._others = [name for name in channels if name not in ("keys", "values", "positions")]
+        if "mass" in self._others:  # first of those beside
+            self._others.sort(key=lambda name: name != "mass")
         self.ring = QueryRing.of(layer, layer.gqa_group * store.heads, keys, ring) if ring else None
-        self.signature = (type(self), tuple(self.beside), self.wants, self.decay, ring)
+        self.signature: Hashable = (type(self), tuple(self._others), self.wants, self.decay, ring)
         self.kernel = "blockwise" if self.wants else "sdpa"
-        names = ["keys", "values", "positions", *self.beside]
+        names = ["keys", "values", "positions", *self._others]
         self.buffers = {name: channels[name] for name in names}
-        self.tensors = [*self.buffers.values(), self.column, *(self.ring.tensors if self.ring else ())]
+        self.beside = [self.column, *(self.ring.tensors if self.ring else ())]
+        self.tensors = [*self.buffers.values(), *self.beside]
 
     def _use(self, layer: CompressedLayer, store: DenseStore) -> None:
         self._layer, self.store, self._column = weakref.ref(layer), store, -1
+        layer.form = weakref.ref(self)
 
     # ------------------------------------------------------------------ what is traced
 
     def write(self, held: Tensors, keys: Tensor, values: Tensor, rows: StepRows) -> None:
-        column = held[3 + len(self.beside)]
+        column = held[3 + len(self._others)]
         held[0].index_copy_(2, column, keys)
         held[1].index_copy_(2, column, values)
         held[2].index_copy_(2, column, rows.position.expand(-1, held[2].shape[1], -1))
-        for channel in held[3 : 3 + len(self.beside)]:
+        for channel in held[3 : 3 + len(self._others)]:
             channel.index_fill_(2, column, 0)
 
     def attend(self, held: Tensors, q: Tensor, params: AttentionParams, rows: StepRows) -> Tensor:
@@ -97,7 +100,7 @@ class AppendForm:
         if self.decay is not None:
             assert p is not None
             add_mass(held[3], p, self.decay, rows)
-        after = 3 + len(self.beside)
+        after = 3 + len(self._others)
         if self.ring is not None:
             QueryRing.write(held[after + 1 :], q, rows)
         held[after].add_((rows.query >= 0).any())  # a step that is tried out stays where it is

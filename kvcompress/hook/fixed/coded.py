@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
+from contextlib import suppress
 
 import torch
 
@@ -15,7 +17,8 @@ from kvcompress.hook.fixed.attending import add_mass, attend
 from kvcompress.hook.fixed.form import StepRows, Tensors
 from kvcompress.kernels import triton_codes
 from kvcompress.kernels.blockwise import AttentionParams, visible
-from kvcompress.kernels.coded_rows import Rows, attend_rows
+from kvcompress.kernels.coded_rows import Rows, attend_rows, is_stand_in
+from kvcompress.kernels.launch import KernelUnusable
 from kvcompress.method.codec import Slots
 
 Tensor = torch.Tensor
@@ -34,12 +37,8 @@ class CodedForm:
         assert isinstance(store, DenseStore)
         store.fix(max(1, tokens))
         self._use(layer, store)
-        self.codec, self.index, self.dtype, self.rotation = (
-            encoding.codec,
-            layer.index,
-            encoding.dtype,
-            encoding.codec_rope,
-        )
+        self.codec, self.index = encoding.codec, layer.index
+        self.dtype, self.rotation = encoding.dtype, encoding.codec_rope
         self.heads, self.batch, self.slots = store.heads, store.counts.shape[0], store.capacity
         self.wants = compressor.wants_probabilities
         self.decay = compressor.needs.decay if compressor.needs.mass else None
@@ -51,12 +50,15 @@ class CodedForm:
         self.state = dict(encoding.state)
         self.column = torch.full((1,), store.length, device=layer.device)
         self._names = codes, beside, list(self.state)
-        self.signature = (type(self), self.codec, self.index, *map(tuple, self._names), self.wants, self.decay)
-        self.kernel = "blockwise" if self.wants else "codes"
-        self.tensors = [*self.buffers.values(), *self.state.values(), self.column]
+        what = type(self), self.codec, self.index, *map(tuple, self._names)
+        self.signature: Hashable = (*what, self.wants, self.decay)
+        self.kernel = "blockwise" if self.wants else "sdpa" if encoding.rows(store) is None else "codes"
+        self.beside = [self.column]
+        self.tensors = [*self.buffers.values(), *self.state.values(), *self.beside]
 
     def _use(self, layer: CompressedLayer, store: DenseStore) -> None:
         self._layer, self.store, self._column = weakref.ref(layer), store, -1
+        layer.form = weakref.ref(self)
 
     # ------------------------------------------------------------------ what is traced
 
@@ -79,8 +81,8 @@ class CodedForm:
             if positions.shape[1] > keys.shape[1]:  # held once for heads that see different slots
                 keys, values = (x.expand(-1, positions.shape[1], -1, -1) for x in (keys, values))
             output, p = attend(query, keys, values, positions, params, rows, self.wants)
-        elif not self.wants and self._in_kernel(query, *coded, positions, params):
-            output, p = triton_codes.decode(query, *coded, positions, params), None  # type: ignore[arg-type]
+        elif not self.wants and (made := self._by_kernel(query, *coded, positions, params)) is not None:
+            output, p = made, None
         else:
             output, p = attend_rows(query, *coded, visible(positions, rows.query, params.window), params)
         if self.decay is not None:
@@ -89,12 +91,17 @@ class CodedForm:
         column.add_((rows.query >= 0).any())  # a step that is tried out stays where it is
         return self.codec.expand(output, new)
 
-    def _in_kernel(self, q: Tensor, keys: Rows, values: Rows, positions: Tensor, params: AttentionParams) -> bool:
+    def _by_kernel(
+        self, q: Tensor, keys: Rows, values: Rows, positions: Tensor, params: AttentionParams
+    ) -> Tensor | None:
+        """The output by the kernel for codes; None where it cannot be run."""
         apart = params.window is None and positions.shape[1] in (1, keys.shape[1])
-        found = apart and type(q) is Tensor and triton_codes.usable(q, keys, values, params)
-        if found:
-            self.kernel = "triton"
-        return found
+        if apart and not is_stand_in(q) and triton_codes.usable(q, keys, values, params):
+            with suppress(KernelUnusable):
+                output = triton_codes.decode(q, keys, values, positions, params)  # type: ignore[arg-type]
+                self.kernel = "triton"
+                return output
+        return None
 
     def _parts(self, held: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
         """Codes and positions, channels beside them, the codec's state, the column."""

@@ -7,6 +7,7 @@ A new token goes into an empty slot, and the slot that a head gives up is empty 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 
 import torch
 
@@ -69,18 +70,20 @@ class EvictForm:
         self.ring = QueryRing.of(layer, self.group * store.heads, keys, ring) if ring else None
         rope = layer.encoding.compact_rope
         self.compact = None if rope is None else SinkRotation(rope, keys, self.scorer.sinks if self.scorer else 0)
-        self.signature = (
+        self.signature: Hashable = (
             *(type(self), self.scorer, self.index, self.n_layers, self.group, tuple(beside)),
             *(self.wants, self.decay, evicts, ring, rope is None),
         )
         self.kernel = "blockwise" if self.wants else "sdpa"
-        self.tensors = [*self.buffers.values(), self.order, *limits]
-        self.tensors += [*(self.ring.tensors if self.ring else ()), *(self.compact.tensors if self.compact else ())]
+        parts = [part for part in (self.ring, self.compact) if part is not None]
+        self.beside = [self.order, *limits, *(tensor for part in parts for tensor in part.tensors)]
+        self.tensors = [*self.buffers.values(), *self.beside]
         self._use(layer, store)
         self._arrange(layer)
 
     def _use(self, layer: CompressedLayer, store: DenseStore) -> None:
         self._layer, self.store = weakref.ref(layer), store
+        layer.form = weakref.ref(self)
 
     def _wanted(self, layer: CompressedLayer, tokens: int) -> int:
         """Slots that the fullest head fills within `tokens` steps, and one for a new token."""

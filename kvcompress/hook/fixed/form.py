@@ -60,6 +60,7 @@ class LayerForm(Protocol):
         slots: columns of keys.
         kernel: name of the attention, for reports.
         tensors: all that `write` and `attend` read or change, always the same ones.
+        beside: those of them that are not the store's.
     """
 
     signature: Hashable
@@ -67,6 +68,7 @@ class LayerForm(Protocol):
     slots: int
     kernel: str
     tensors: list[Tensor]
+    beside: list[Tensor]
 
     def write(self, held: Tensors, keys: Tensor, values: Tensor, rows: StepRows) -> None:
         """Take a new token `[B, H_kv, 1, D]`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 
 import torch
 import torch.nn.functional as F
@@ -66,13 +67,17 @@ class LaneForm:
         keys = self.buffers["keys"]
         wide = keys.new_zeros(store.counts.shape[0], store.heads, 0, keys.shape[1])
         self.ring = QueryRing.of(layer, layer.gqa_group * store.heads, wide, ring) if ring else None
-        self.in_triton = not self.wants and triton_decode.usable(keys)
-        self.signature = (
+        asked = keys.new_empty(self.batch, layer.gqa_group * self.heads, 1, keys.shape[1])
+        k, v = self._in_lanes(keys), self._in_lanes(self.buffers["values"])
+        self.in_triton = not self.wants and triton_decode.usable(asked, k, v, self.heads)
+        self.signature: Hashable = (
             *(type(self), self.heads, self.lane, self.lanes, tuple(beside)),
             *(self.wants, self.decay, ring, self.in_triton),
         )
         self.kernel = "triton" if self.in_triton else "lanes"
-        self.tensors = [*self.buffers.values(), self.extents, table, owners, *(self.ring.tensors if self.ring else ())]
+        self.beside = [self.extents, table, owners, *(self.ring.tensors if self.ring else ())]
+        self.tensors = [*self.buffers.values(), *self.beside]
+        layer.form = weakref.ref(self)
 
     # ------------------------------------------------------------------ what is traced
 
@@ -107,6 +112,7 @@ class LaneForm:
 
     def _add_mass(self, mass: Tensor, p: Tensor, owners: Tensor, rows: StepRows) -> None:
         """Add attention `[lanes, G, slots]` to the sums `[lanes, slots, G]`, which fade first."""
+        assert self.decay is not None
         added = (rows.query[:, 0] >= 0)[owners // self.heads][:, None, None]
         if self.decay != 1.0:
             mass.mul_(torch.where(added, self.decay, 1.0))
