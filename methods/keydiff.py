@@ -23,10 +23,9 @@ class KeyDifferenceScorer(Scorer):
         return torch.full_like(kept, self.recent)
 
     def score(self, view: LayerView, observed: Observed, state: State) -> Tensor:
-        keys = view.keys.float()
-        # keys are read three times and never written: what would scale them to length 1 is put into sum and product
+        keys = view.keys.float().masked_fill((view.positions < 0)[..., None], 0.0)
+        # written once: what would scale them to length 1 is put into sum and product
         scale = keys.norm(dim=-1, keepdim=True).clamp(min=1e-12).reciprocal()
-        scale = scale.masked_fill((view.positions < 0)[..., None], 0.0)
         anchor = F.normalize(scale.transpose(2, 3) @ keys, dim=-1)
         return -(keys @ anchor.transpose(2, 3) * scale).squeeze(-1)
 
