@@ -170,7 +170,7 @@ class EmulatedTensor(torch.Tensor):
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.to("cpu")
 
-    def cuda(self, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Tensor:
         return self.to(the_machine().index(device), non_blocking=non_blocking)
 
     def tolist(self) -> Any:
@@ -197,7 +197,7 @@ class EmulatedTensor(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> EmulatedTensor:
         return EmulatedTensor(self.held.clone(), self.device)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"EmulatedTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
 

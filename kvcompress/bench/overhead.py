@@ -242,7 +242,7 @@ class Overhead:
     def _compiled(self, ids: Tensor) -> CompiledPlain | None:
         """Plain transformers compiled, its first step taken; None, with a warning, where it cannot be compiled."""
         try:
-            found = CompiledPlain(self.model, ids, self.tokens)
+            found = CompiledPlain(self.model, ids, self.tokens, torch.compile)
             found(ids[:, -1:])
             return found
         except Exception as fault:  # of any kind: of a compiler, or of what it cannot follow

@@ -40,7 +40,7 @@ def shared_bytes(group: int, slots: int, dim: int, width: int, size: int) -> int
 
 def warps(dim: int, width: int, size: int) -> int:
     """Warps of a block: twice as many where 4 would spill registers."""
-    return 8 if size * max(dim, width) > 256 else 4
+    return 8 if size == 4 or max(dim, width) > 256 else 4
 
 
 def decode(

@@ -14,6 +14,7 @@ from helpers import load_script
 
 from kvcompress.bench.overhead import CHECKS, EVICTION, Overhead, Row, measurements, plan
 from kvcompress.bench.peers import Peers, backends, worker
+from kvcompress.bench.plain_compiled import CompiledPlain
 from kvcompress.measure.measuring import Ratios
 from kvcompress.methods import H2O, AdaKV, Full, SnapKV
 from kvcompress.methods import METHODS as BY_NAME
@@ -145,20 +146,61 @@ def test_every_command_is_reached_from_the_command_line(arguments, said, monkeyp
         runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("command", ["decode", "prefill"])
-def test_methods_of_ones_choice_are_measured_beside_plain(script, command, tmp_path, capsys):
+def test_methods_of_ones_choice_are_measured_beside_plain(script, tmp_path, capsys):
     out = tmp_path / "o.json"
-    arguments = (
-        f"{command} --model random/llama --methods full,snapkv:40 --lengths 96 --pairs 2 --tokens 2 --json {out}"
-    )
+    arguments = f"prefill --model random/llama --methods full,snapkv:40 --lengths 96 --pairs 2 --tokens 2 --json {out}"
     assert script.beside_plain(script.parse(arguments.split())) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(r["check"], r["length"], r["method"].partition("(")[0]) for r in rows] == [
-        (command, 96, "Full"),
-        (command, 96, "SnapKV"),
+        ("prefill", 96, "Full"),
+        ("prefill", 96, "SnapKV"),
     ]
     assert all(r["ratios"]["pairs"] == 2 and r["ratios"]["aa"] > 0 and r["verdict"] == "" for r in rows)
     assert "snapkv:40" in capsys.readouterr().out
+
+
+def test_decode_is_measured_beside_plain_eager_and_plain_compiled_and_says_so(script, tmp_path, capsys, monkeypatch):
+    """All in the same turns; here nothing is compiled, but what would be runs on its own modules."""
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    out = tmp_path / "o.json"
+    arguments = (
+        f"decode --model random/llama --methods snapkv:40 --lengths 96 --pairs 2 --tokens 2 --step static --json {out}"
+    )
+    assert script.beside_plain(script.parse(arguments.split())) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["method"].partition("(")[0], r["steps"]) for r in rows] == [
+        ("plain", ["eager", "compiled"]),
+        ("SnapKV", ["eager", "static"]),
+        ("SnapKV", ["compiled", "static"]),
+    ]
+    assert all(r["ratios"]["pairs"] == 2 and r["ratios"]["aa"] > 0 for r in rows)
+    printed = capsys.readouterr().out
+    assert "eager, compiled" in printed and "compiled, static" in printed
+
+
+def test_plain_that_cannot_be_compiled_is_left_out_with_a_warning(model, monkeypatch):
+    def refuse(step, **options):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    runner = Overhead(model, {"full": Full()}, pairs=1, tokens=2, judge=False)
+    with pytest.warns(UserWarning, match="could not be compiled and is left out .no C"):
+        (row,) = runner.beside_both(["full"], 64)
+    assert row.steps == ("eager", "eager")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("made", ["plain", pytest.param("compiled", marks=pytest.mark.long)])
+def test_plain_with_a_static_cache_gives_the_logits_of_plain(model, made):
+    """Also when it goes back to the end of its prompt."""
+    ids = torch.randint(4, 200, (1, 24))
+    fast = CompiledPlain(model, ids[:, :20], 4, torch.compile if made == "compiled" else lambda step, **options: step)
+    expected = model(input_ids=ids).logits[0, 20:]
+    for _ in range(2):
+        fast.rewind()
+        found = torch.cat([fast(ids[:, i : i + 1]) for i in range(20, 24)])
+        assert (found - expected).abs().max() <= 1e-4
+    assert fast.model is not model and next(fast.model.parameters()) is next(model.parameters())
 
 
 # answers as the real worker does, with times that are known

@@ -16,6 +16,7 @@ from small_models import ARCHITECTURES, HYBRID, LATENT, left_padded, random_ids,
 
 import kvcompress.conf
 from kvcompress import compress
+from kvcompress.bench.emulated_cuda import EmulatedCUDA
 from kvcompress.cache.layouts.dense import rounded
 from kvcompress.hook import static_decode
 from kvcompress.hook.fixed import choice
@@ -294,49 +295,16 @@ def test_a_forward_that_cannot_be_traced_is_refused_by_name_and_auto_goes_on_eag
     assert auto[3]["step"]["how"] == "eager" and "data-dependent" in auto[3]["step"]["why"]
 
 
-class Recorded:
-    """A CUDA graph on a CPU: a capture keeps the work, a replay does it again into the same output."""
-
-    def __init__(self):
-        self.replays = 0
-
-    def replay(self):
-        self.replays += 1
-        self.output.copy_(self.work())
-
-
-def test_a_captured_step_reads_what_is_written_into_its_tensors(monkeypatch):
-    from contextlib import contextmanager, nullcontext
-    from types import SimpleNamespace
-
-    graphs = []
-
-    def work():
-        graph = graphs[-1] if graphs else None
-        output = source * 2
-        if graph is not None and not hasattr(graph, "output"):
-            graph.output, graph.work = output, work
-        return output
-
-    @contextmanager
-    def capture(graph):
-        graphs.append(graph)
-        yield
-
-    order = []
-    stream = SimpleNamespace(wait_stream=lambda other: order.append("wait"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda s: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    source = torch.ones(3)
-    replay = static_decode.captured(work)
-    first = replay()
-    source.fill_(5.0)
-    second = replay()
-    assert first.tolist() == [2.0] * 3 and second.tolist() == [10.0] * 3  # the first is not written over
-    assert graphs[0].replays == 2 and order == ["wait", "wait"]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="emulated where there is no GPU")
+def test_a_captured_step_reads_what_is_written_into_its_tensors():
+    with EmulatedCUDA() as cuda:
+        source = cuda.put(torch.ones(3))
+        replay = static_decode.captured(lambda: source * 2, source.device)
+        first = replay()
+        source.fill_(5.0)
+        second = replay()
+        assert first.held.tolist() == [2.0] * 3 and second.held.tolist() == [10.0] * 3  # the first is not written over
+        assert cuda.account.launches["graph"] == 2
 
 
 def test_a_method_that_repeats_the_prompt_knows_tokens_of_static_steps_in_the_next_turn():
