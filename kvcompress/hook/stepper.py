@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcompress.cache.cache import CompressedCache
-from kvcompress.common.transfer import upload
 from kvcompress.hook import static_decode
 from kvcompress.hook.cache_factory import CacheFactory
 from kvcompress.hook.compression import Compressor
