@@ -1,4 +1,4 @@
-"""Command line of reports: leaderboard, figures and page from records alone."""
+"""Command line of reports: leaderboard, figures and page from records alone. What draws is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -7,26 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcompress.common.text import PlainConsole
-from kvcompress.report import submission
-from kvcompress.report.command import from_hydra
-from kvcompress.report.curves import draw_curves
-from kvcompress.report.decode import draw_speed
-from kvcompress.report.external_tables import external_markdown, print_external, relevant
-from kvcompress.report.figure import figure_stem
-from kvcompress.report.frame import others
-from kvcompress.report.heatmap import draw_heatmap
-from kvcompress.report.iso_bytes import draw_equal
-from kvcompress.report.page import write_page
-from kvcompress.report.pareto import draw_fronts
-from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
-from kvcompress.report.rollouts import draw_rollouts
-from kvcompress.report.rollouts import markdown as rollouts_markdown
-from kvcompress.report.run_index import Entry, gather
-from kvcompress.report.seeds import print_seeds, seeds_markdown
-from kvcompress.report.serving import draw_serving, of_entries
-from kvcompress.report.serving import markdown as serving_markdown
-from kvcompress.report.table import leaderboard, leaderboard_markdown, terminal, title, to_csv
+from kvcompress.commands.door import program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 where no record was found.
     """
-    parser = argparse.ArgumentParser(prog="report.py", description="Leaderboard, heat maps and curves from records.")
+    parser = argparse.ArgumentParser(
+        prog=program("report"), description="Leaderboard, heat maps and curves from records."
+    )
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("results")], help="folders with records")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown; - prints them")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every key of every record; - prints it")
@@ -65,6 +48,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.csv = options.csv or options.all / "board.csv"
         options.png = options.png or options.all / "figures"
 
+    return report(options)
+
+
+def report(options: argparse.Namespace) -> int:
+    """What `main` does, with its arguments parsed."""
+    from kvcompress.common.text import PlainConsole
+    from kvcompress.report import submission
+    from kvcompress.report.command import from_hydra
+    from kvcompress.report.curves import draw_curves
+    from kvcompress.report.decode import draw_speed
+    from kvcompress.report.external_tables import external_markdown, print_external, relevant
+    from kvcompress.report.figure import figure_stem
+    from kvcompress.report.frame import others
+    from kvcompress.report.heatmap import draw_heatmap
+    from kvcompress.report.iso_bytes import draw_equal
+    from kvcompress.report.page import write_page
+    from kvcompress.report.pareto import draw_fronts
+    from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
+    from kvcompress.report.rollouts import draw_rollouts
+    from kvcompress.report.rollouts import markdown as rollouts_markdown
+    from kvcompress.report.run_index import Entry, gather
+    from kvcompress.report.seeds import print_seeds, seeds_markdown
+    from kvcompress.report.serving import draw_serving, of_entries
+    from kvcompress.report.serving import markdown as serving_markdown
+    from kvcompress.report.table import leaderboard, leaderboard_markdown, terminal, title, to_csv
+
     notes = PlainConsole(stderr=True)
     found = gather(options.paths)
     foreign = others(options.published, options.foreign, found.damaged)
@@ -78,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     if not found.entries and not beside:
         places = ", ".join(map(str, options.paths))
-        notes.print(f"no records under {places}: make some with scripts/run.py", style="red", markup=False)
+        notes.print(f"no records under {places}: make some with kvcompress run", style="red", markup=False)
         return 1
     groups = found.groups()
     printed = False

@@ -98,7 +98,7 @@ def load(
     if not rows:
         skipped = "".join(f"\nskipped {text}" for text in found.damaged)
         places = ", ".join(map(str, paths))
-        raise ValueError(f"no records under {places}: make some with scripts/run.py, or name another folder{skipped}")
+        raise ValueError(f"no records under {places}: make some with kvcompress run, or name another folder{skipped}")
     keys = dict.fromkeys([*COLUMNS, *sorted({key for row in rows for key in row})])
     frame = pd.DataFrame([{key: row.get(key) for key in keys} for row in rows], columns=list(keys))
     # a budget is an int of tokens or a float share: one type for both would lose which
