@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--foreign", type=Path, nargs="+", default=[], metavar="FOLDER", help="results of other programs, likewise"
     )
+    parser.add_argument("--quiet", action="store_true", help="print no tables, write the files alone")
     options = parser.parse_args(arguments)
     if options.all is not None:
         options.html = options.html or options.all / "board.html"
@@ -60,7 +61,7 @@ def report(options: argparse.Namespace) -> int:
     from kvcompress.report.decode import draw_speed
     from kvcompress.report.external_tables import external_markdown, print_external, relevant
     from kvcompress.report.figure import figure_stem
-    from kvcompress.report.frame import others
+    from kvcompress.report.frame import as_foreign, others
     from kvcompress.report.heatmap import draw_heatmap
     from kvcompress.report.iso_bytes import draw_equal
     from kvcompress.report.page import write_page
@@ -72,11 +73,11 @@ def report(options: argparse.Namespace) -> int:
     from kvcompress.report.seeds import print_seeds, seeds_markdown
     from kvcompress.report.serving import draw_serving, of_entries
     from kvcompress.report.serving import markdown as serving_markdown
-    from kvcompress.report.table import leaderboard, leaderboard_markdown, terminal, title, to_csv
+    from kvcompress.report.table import leaderboard, leaderboard_markdown, print_legend, terminal, title, to_csv
 
     notes = PlainConsole(stderr=True)
     found = gather(options.paths)
-    foreign = others(options.published, options.foreign, found.damaged)
+    foreign = as_foreign(found.foreign) + others(options.published, options.foreign, found.damaged)
     beside = relevant(foreign, [entry.record for entry in found.entries])
     for damaged in found.damaged:
         notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -112,13 +113,17 @@ def report(options: argparse.Namespace) -> int:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
             notes.print(f"wrote {target}", markup=False, soft_wrap=True)
-    if not printed:
+    if not printed and not options.quiet:
         for sweep in sorted({entry.sweep for entry in found.entries}):
             notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
-            leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], terminal())
+            leaderboard(
+                [entry.record for entry in found.entries if entry.sweep == sweep], terminal(), with_legend=False
+            )
         print_seeds(found.entries, terminal())
         print_reuse((entry.record for entry in found.entries), terminal())
         print_external(beside, terminal())
+        if found.entries:
+            print_legend((entry.record for entry in found.entries), terminal())
     if options.png is not None:
         pairs: dict[tuple[str, str], list[Entry]] = {}
         for entry in found.entries:

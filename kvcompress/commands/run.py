@@ -32,7 +32,7 @@ from kvcompress.sweep.hydra_errors import HYDRA_ERRORS, one_line
 from kvcompress.sweep.launcher.options import Options
 from kvcompress.sweep.launcher.plugin import register_launcher
 from kvcompress.sweep.launcher.status import show, sweep_folder
-from kvcompress.sweep.outcome import Listener, Outcome
+from kvcompress.sweep.outcome import Listener, Outcome, nothing_to_do
 from kvcompress.tracking import SweepTracker
 
 FULL = "HYDRA_FULL_ERROR"  # 1: whatever Hydra refuses is raised, with its traceback
@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if memo.DRY in arguments:
         runs = memo.finished_runs(arguments)
         if runs is not None:
-            text = f"nothing to do: {'the cell is' if runs == 1 else f'all {runs} cells are'} finished"
-            console.print(text, highlight=False, markup=False)
+            console.print(nothing_to_do(runs), highlight=False, markup=False)
             return 0
     register()
     register_launcher()

@@ -59,6 +59,12 @@ class PlainConsole(Console):
     def __init__(self, *, stderr: bool = False, file: IO[str] | None = None, width: int | None = None) -> None:
         super().__init__(stderr=stderr, file=file, width=width, markup=False, emoji=False, highlight=False)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's; lines are not wrapped where no terminal shows them, so that a log keeps paths whole."""
+        if not self.is_terminal and all(isinstance(one, str) for one in objects):
+            options.setdefault("soft_wrap", True)
+        super().print(*objects, **options)
+
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(for_terminal(text), **options)
 

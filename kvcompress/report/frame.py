@@ -94,7 +94,7 @@ def load(
 
     paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(one) for one in path]
     found = gather(paths)
-    rows = measured(found) + others(published, foreign, found.damaged)
+    rows = measured(found) + as_foreign(found.foreign) + others(published, foreign, found.damaged)
     if not rows:
         skipped = "".join(f"\nskipped {text}" for text in found.damaged)
         places = ", ".join(map(str, paths))
@@ -173,6 +173,15 @@ def others(published: str | Path | None, foreign: Sequence[str | Path], skipped:
             skipped.extend(getattr(made, "attrs", {}).get("skipped", ()))
         except (OSError, ValueError) as error:
             skipped.append(f"{path}: {error}")
+    return as_foreign(rows)
+
+
+def as_foreign(rows: list[Record]) -> list[Record]:
+    """Rows of others with what every row has.
+
+    Raises:
+        ValueError: one passes for a measured one.
+    """
     for row in rows:
         if row.get("origin") not in ORIGINS or row["origin"] == MEASURED:
             raise ValueError(f"origin={row.get('origin')!r} of a foreign row; valid: {', '.join(ORIGINS[1:])}")

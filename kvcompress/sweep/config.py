@@ -23,6 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from kvcompress.common.budget_text import RATIO, kept_of
 from kvcompress.sweep import schema_index
 from kvcompress.sweep.compose import compose_once_per_choice, share_config_store
 from kvcompress.sweep.schemas import Table
@@ -301,6 +302,8 @@ def check_keys(config: DictConfig) -> None:
         valid = [item.name for item in fields(kind)]
         for key in node:
             if key not in valid:
+                if key == RATIO:
+                    raise ValueError(kept_of(node[key]))
                 near = difflib.get_close_matches(str(key), valid, n=1)
                 hint = f"; did you mean {near[0]}?" if near else "."
                 name = f"{group}.{key!s}" if group else str(key)
