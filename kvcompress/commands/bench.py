@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcompress.commands.door import program
 from kvcompress.commands.fetch import fetch
+from kvcompress.commands.program import program
 
 MODEL = "smollm2"
 SWEEPS = ("demo", "demo_speed")  # experiments; both write to a sweep of their name

@@ -18,8 +18,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import kvcompress
-from kvcompress.commands.door import program
 from kvcompress.commands.fetch import there
+from kvcompress.commands.program import program
 from kvcompress.common.cache_folder import cache_dir
 from kvcompress.common.text import PlainConsole
 from kvcompress.models.packaged_models import EMBEDDED

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-PROGRAM = "kvcompress"
+from kvcompress.commands.program import PROGRAM
+
 COMMANDS = {  # in the order of help: module with a `main(arguments) -> exit code`, and what it does
     "run": ("run", "run one cell, or with -m a sweep; settings are key=value"),
     "report": ("report", "leaderboards, figures and the page of results"),
@@ -119,9 +120,3 @@ def complete(arguments: Sequence[str]) -> int:
     finally:
         sys.argv = before
         os.environ["COMP_LINE"] = line
-
-
-def program(name: str) -> str:
-    """How a command is called here, for its help: `kvcompress report`, or `report.py` of `scripts/`."""
-    called = os.path.basename(sys.argv[0])
-    return called if called.endswith(".py") and called != "__main__.py" else f"{PROGRAM} {name}"

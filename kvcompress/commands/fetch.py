@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 from kvcompress.models.packaged_models import EMBEDDED, pieces_of
 
 

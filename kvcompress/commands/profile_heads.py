@@ -11,7 +11,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 from kvcompress.sweep.config import GROUPS, check_overrides, composing, folder, options
 from kvcompress.sweep.hydra_errors import HYDRA_ERRORS, one_line
 

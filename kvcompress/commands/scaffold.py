@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvcompress
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 
 YAML = """\
 defaults:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 from kvcompress.common.text import PlainConsole
 from kvcompress.sweep.launcher.status import show, sweep_folder, sweeps_of
 

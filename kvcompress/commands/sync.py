@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcompress import tracking
-from kvcompress.commands.door import program
+from kvcompress.commands.program import program
 from kvcompress.common.text import PlainConsole
 from kvcompress.report.run_index import gather
 from kvcompress.sweep.config import LOGGERS, MODES, LoggerConfig, check_logger

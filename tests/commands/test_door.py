@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcompress.commands import door
 from kvcompress.commands.door import COMMANDS, main
+from kvcompress.commands.program import program
 from kvcompress.sweep import config
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +115,6 @@ def test_help_of_a_run_has_no_name_that_is_internal(capsys):
 
 def test_a_script_is_called_by_its_own_name_in_help(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/report.py"])
-    assert door.program("report") == "report.py"
+    assert program("report") == "report.py"
     monkeypatch.setattr(sys, "argv", ["/x/kvcompress/__main__.py"])
-    assert door.program("report") == "kvcompress report"
+    assert program("report") == "kvcompress report"
