@@ -123,7 +123,7 @@ def test_an_installed_wheel_runs_a_sweep_and_makes_its_board_from_an_empty_folde
     places = run(python, "-c", f"{where}print(*(one.__file__ for one in (kvcompress, c, m, t)))").split()
     assert len(places) == 4 and all(path.startswith(str(site)) for path in places)
     assert "installed" in run(script, "doctor")
-    small = ["model=random/llama", "task=needle", "task.lengths=[300]", "limit=2", "task.max_new_tokens=4"]
+    small = ["model=random/llama", "task=needle", "task.lengths=[450]", "limit=2", "task.max_new_tokens=4"]
     run(script, "run", "-m", *small, "method=full,snapkv", "budget=0.5")
     assert "2 ok" in run(python, "-m", "kvcompress", "status", "default")
     run(script, "report", "--all", "board")
