@@ -333,7 +333,7 @@ def figure(value: float, check: str) -> str:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows as a table that fits 100 columns (narrower terminals wrap it), what each check compares below it."""
+    """The rows as a table that fits 120 columns (narrower terminals wrap it), what each check compares below it."""
     out = Table(
         "check", "method", "tokens", "target", "measured", "quartiles", "A/A", "plain", "ours", "verdict", box=SIMPLE
     )

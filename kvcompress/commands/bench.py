@@ -174,7 +174,7 @@ def beside_plain(args: argparse.Namespace) -> int:
                 rows.append(runner.run(check(args.command, name), length))
                 write(args, facts, rows)
     console = Console()
-    Console(width=max(100, console.width)).print(overhead.table(rows))
+    Console(width=max(120, console.width)).print(overhead.table(rows))
     return 0
 
 
@@ -273,7 +273,7 @@ def overhead(args: argparse.Namespace) -> int:
             progress.update(task, description=f"{check.name} at {length}")
             rows.append(runner.run(check, length))
             write(args, facts, rows)
-    Console(width=max(100, console.width)).print(overhead.table(rows))
+    Console(width=max(120, console.width)).print(overhead.table(rows))
     return 1 if any(row.missed for row in rows) else 0
 
 

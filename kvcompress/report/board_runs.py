@@ -46,7 +46,10 @@ def task_versions() -> dict[str, tuple[str, str]]:
 def collect(folder: Path) -> Collected:
     """Look at every run under `folder`."""
     found = Collected()
-    runs = sorted({path.parent for name in ("record.json", "config.yaml") for path in folder.rglob(name)})
+    finished = {path.parent for path in folder.rglob("record.json")}
+    # folders of trackers may hold a file of this name as well
+    begun = {path.parent for path in folder.rglob("config.yaml") if (path.parent.parent / "sweep.json").is_file()}
+    runs = sorted(finished | begun)
     if not runs:
         found.problems.append(f"{folder}: no runs here: give the folder of a sweep, such as results/default")
     with composing() as compose:

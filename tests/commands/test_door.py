@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcompress.commands import demo
 from kvcompress.commands.door import COMMANDS, main
 from kvcompress.commands.program import program
 from kvcompress.sweep import config
@@ -118,3 +120,21 @@ def test_a_script_is_called_by_its_own_name_in_help(monkeypatch):
     assert program("report") == "report.py"
     monkeypatch.setattr(sys, "argv", ["/x/kvcompress/__main__.py"])
     assert program("report") == "kvcompress report"
+
+
+def test_the_demonstration_fetches_runs_both_sweeps_and_writes_their_board(monkeypatch, tmp_path):
+    called = []
+    for name in ("run", "report"):
+        module = importlib.import_module(f"kvcompress.commands.{name}")
+        monkeypatch.setattr(module, "main", lambda words, name=name: called.append((name, *words)) or 0)
+    monkeypatch.setattr(demo, "fetch", lambda name: called.append(("fetch", name)) or 0)
+    assert demo.main(["--results", str(tmp_path)]) == 0
+    assert [one[:3] for one in called] == [
+        ("fetch", "smollm2"),
+        ("run", "-m", "experiment=demo"),
+        ("run", "-m", "experiment=demo_speed"),
+        ("report", str(tmp_path / "demo"), str(tmp_path / "demo_speed")),
+    ]
+    monkeypatch.setattr(demo, "fetch", lambda name: 3)
+    called.clear()
+    assert demo.main([]) == 3 and not called, "without the model nothing is run"
