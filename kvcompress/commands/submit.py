@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--board", type=Path, default=BOARD, help=f"folder of the board's files; default: {BOARD}")
     parser.add_argument("--out", type=Path, help="file to write; default: NAME.board.json in --board")
     parser.add_argument("--own-setting", action="store_true", help="protocols of its own, apart from the board's")
+    parser.add_argument("--other-sources", action="store_true", help="take runs of another version of the sources too")
     parser.add_argument("--published", type=Path, metavar="CSV", help="published numbers to add, marked as such")
     parser.add_argument(
         "--foreign", type=Path, nargs="+", default=[], metavar="FOLDER", help="results of other programs"
@@ -92,7 +93,7 @@ def write(options: argparse.Namespace) -> int:
     from kvcompress.report.frame import others as numbers_of_others
 
     name = for_filename(options.name or options.results.resolve().name)
-    collected = collect(options.results)
+    collected = collect(options.results, options.other_sources)
     skipped: list[str] = []
     foreign = numbers_of_others(options.published, options.foreign, skipped)
     found = [*collected.problems, *(f"{text}" for text in skipped)]

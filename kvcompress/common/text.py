@@ -7,6 +7,7 @@ name. Each exit has a function here.
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from typing import IO, Any
@@ -60,8 +61,8 @@ class PlainConsole(Console):
         super().__init__(stderr=stderr, file=file, width=width, markup=False, emoji=False, highlight=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's; lines are not wrapped where no terminal shows them, so that a log keeps paths whole."""
-        if not self.is_terminal and all(isinstance(one, str) for one in objects):
+        """As rich's; where no terminal shows them and no COLUMNS is set, lines are not wrapped: a log keeps paths whole."""
+        if not self.is_terminal and "COLUMNS" not in os.environ and all(isinstance(one, str) for one in objects):
             options.setdefault("soft_wrap", True)
         super().print(*objects, **options)
 

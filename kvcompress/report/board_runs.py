@@ -43,8 +43,8 @@ def task_versions() -> dict[str, tuple[str, str]]:
     return {name: (cls.version, f"{cls.metric}/{cls.metric_version}") for name, cls in TASKS.items()}
 
 
-def collect(folder: Path) -> Collected:
-    """Look at every run under `folder`."""
+def collect(folder: Path, other_sources: bool = False) -> Collected:
+    """Look at every run under `folder`; with `other_sources` also at those that another version of the sources ran."""
     found = Collected()
     finished = {path.parent for path in folder.rglob("record.json")}
     # folders of trackers may hold a file of this name as well
@@ -53,7 +53,7 @@ def collect(folder: Path) -> Collected:
     if not runs:
         found.problems.append(f"{folder}: no runs here: give the folder of a sweep, such as results/default")
     with composing() as compose:
-        look = Look(found, compose)
+        look = Look(found, compose, other_sources)
         for run in runs:
             look.at(run)
     return found
@@ -62,7 +62,8 @@ def collect(folder: Path) -> Collected:
 class Look:
     """A look at one run after the other; prompts of a protocol are made again once."""
 
-    def __init__(self, found: Collected, compose: Any) -> None:
+    def __init__(self, found: Collected, compose: Any, other_sources: bool = False) -> None:
+        self.other_sources = other_sources
         self.found, self.compose, self.commands = found, compose, from_hydra()
         self.models = ModelPool()
         self._prompts: dict[str, dict[str, str] | None] = {}
@@ -96,7 +97,7 @@ class Look:
         if isinstance(made, str):
             return [*damaged, f"{run / 'config.yaml'}: {made}"]
         spec, found, command = made
-        wrong = [*damaged, *(f"{at}: {text}" for text in contradictions(spec, said, rows))]
+        wrong = [*damaged, *(f"{at}: {text}" for text in contradictions(spec, said, rows, self.other_sources))]
         hashes = {name: str((row.get("meta") or {}).get("prompt_hash")) for name, row in rows.items()}
         wrong += [
             f"{run / 'samples.jsonl'}: {text}" for text in self._samples(spec, hashes, str(said["protocol.pair"]))
@@ -176,16 +177,21 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_TOLD]) + (f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else "")
 
 
-def contradictions(spec: CellSpec, said: Mapping[str, Any], rows: Rows) -> Iterator[str]:
-    """What a record says otherwise than its samples, its task and these sources."""
+def contradictions(spec: CellSpec, said: Mapping[str, Any], rows: Rows, other_sources: bool = False) -> Iterator[str]:
+    """What a record says otherwise than its samples, its task and these sources.
+
+    Args:
+        other_sources: the run may be another version's: what that one did not write is not missed.
+    """
     source = source_hash()
-    for origin in dict.fromkeys([said.get("versions.source"), *(row.get("source") for row in rows.values())]):
-        if origin != source:
-            yield (
-                f"versions.source is {origin}, of these sources {source}: run it again with resume=refresh, or submit with "
-                "the version that ran it"
-            )
-            return
+    origins = [said.get("versions.source"), *(row.get("source") for row in rows.values())]
+    other = next((origin for origin in origins if origin != source), None)
+    if other is not None and not other_sources:
+        yield (
+            f"versions.source is {other}, of these sources {source}: run it again with resume=refresh, submit "
+            "with the version that ran it, or take it as it is with --other-sources"
+        )
+        return
     if len(rows) != said["n_samples"]:
         yield f"n_samples is {said['n_samples']}, but samples.jsonl has {len(rows)}"
         return
@@ -196,6 +202,8 @@ def contradictions(spec: CellSpec, said: Mapping[str, Any], rows: Rows) -> Itera
     made = {key: None if together and key.startswith(ALONE) else value for key, value in made.items()}
     made |= {f"metrics.{key}": value for key, value in spec.task.summarise(list(rows.values())).items()}
     for key, value in made.items():
+        if other_sources and said.get(key) is None:
+            continue
         if key not in FILLED_LATER and not alike(said.get(key), value):
             yield f"{key} is {shortly(said.get(key))}, by its samples {shortly(value)}"
 

@@ -130,7 +130,8 @@ def test_a_heading_gives_no_lengths_where_requests_come_from_a_file():
     assert Serving().stated_lengths() == ()
 
 
-def test_a_log_keeps_paths_whole():
+def test_a_log_keeps_paths_whole(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     out = io.StringIO()
     path = "results/" + "/".join(f"folder{i}" for i in range(30))
     PlainConsole(file=out, width=40).print(f"wrote {path}")

@@ -129,7 +129,11 @@ def test_a_run_of_other_sources_or_that_is_not_finished_is_named(results, capsys
     edit(of(results, "full", 1.0) / "record.json", lambda found: found.update({"status": "partial"}))
     said = refused(results, capsys)
     assert "versions.source is 0000000000000000, of these sources" in said and "status is 'partial'" in said
-    assert "nothing here" not in refused(results.parent, capsys)
+    edit(of(results, "full", 1.0) / "record.json", lambda found: found.update({"status": "ok"}))
+    out = results.parent / "taken.board.json"
+    assert main([str(results), "--other-sources", "--out", str(out), "--board", str(results.parent / "board")]) == 0
+    said = refused(results, capsys)
+    assert "versions.source" in said
 
 
 def test_a_sweep_without_the_full_cache_is_refused(results, capsys):
