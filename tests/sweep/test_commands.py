@@ -454,7 +454,7 @@ def test_presets_are_what_their_names_say():
     [
         (["-m", "method=full,h2o"], True),
         (["-m", "experiment=quick"], True),
-        (["-m", "experiment=demo"], False),
+        (["-m", "experiment=demo"], True),
         (["-m", "experiment=efficiency"], False),
         (["-m", "experiment=quick", "hydra/launcher=basic"], False),
     ],
