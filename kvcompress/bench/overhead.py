@@ -119,7 +119,14 @@ class Row:
     kind: str
     target: float | None
     ratios: Ratios
+    role: str = ""
     steps: tuple[str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        """The method in few letters: as it was given, where its role is its own name, else class and budget."""
+        kind, _, budget = self.method.removesuffix(")").partition("(budget=")
+        return self.role if self.role.partition(":")[0] == kind.lower() else f"{kind} {budget}"
 
     @property
     def missed(self) -> bool:
@@ -196,7 +203,7 @@ class Overhead:
         name = f"{type(method).__name__}(budget={method.budget})"
         target = check.targets.get(length) if self.judge else None
         steps = ("eager", self.step) if check.name.partition("-")[0] in ("decode", "evicted", "perhead") else None
-        return Row(check.name, check.title, name, length, check.kind, target, ratios, steps)
+        return Row(check.name, check.title, name, length, check.kind, target, ratios, check.role, steps)
 
     @torch.no_grad()
     def beside_both(self, names: Sequence[Role], length: int) -> list[Row]:
@@ -265,9 +272,9 @@ class Overhead:
         ratios = Ratios.of(found[base], found[side])
         again = Ratios.of(found["plain"], found["again"])
         ratios = replace(ratios, aa=again.median, aa_quartiles=again.quartiles)
-        if name in self.methods:
-            name = f"{type(self.methods[name]).__name__}(budget={self.methods[name].budget})"
-        return Row("decode", title, name, length, "ratio", None, ratios, steps)
+        known = self.methods.get(name)
+        method = name if known is None else f"{type(known).__name__}(budget={known.budget})"
+        return Row("decode", title, method, length, "ratio", None, ratios, name, steps)
 
     def _check_length(self, length: int) -> None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -410,8 +417,10 @@ def figure(value: float, check: str) -> str:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows as a table that fits 100 columns (narrower terminals wrap it), what each check compares below it."""
-    out = Table("check", "tokens", "target", "measured", "quartiles", "A/A", "plain", "ours", "verdict", box=SIMPLE)
+    """The rows as a table that fits 120 columns (narrower terminals wrap it), what each check compares below it."""
+    out = Table(
+        "check", "method", "tokens", "target", "measured", "quartiles", "A/A", "plain", "ours", "verdict", box=SIMPLE
+    )
     if any(row.steps for row in rows):  # a compiled step beside an eager one is no comparison of methods: it is said
         out.add_column("steps: plain, ours")
     for row in rows:
@@ -429,10 +438,10 @@ def table(rows: list[Row]) -> Table:
             row.verdict,
         )
         steps = [", ".join(row.steps)] if row.steps else []
-        out.add_row(row.check, str(row.length), *cells, *steps, style=style)
+        out.add_row(row.check, row.name, str(row.length), *cells, *steps, style=style)
     for column in out.columns:
         column.no_wrap = True
-    titles = {(row.check, row.title): f"{row.check}: {row.title}, {row.method}" for row in rows}
+    titles = {(row.check, row.title): f"{row.check}: {row.title}" for row in rows}
     rule = "missed: the median exceeds the target by more than |A/A - 1|"
     out.caption = "\n".join([*titles.values(), rule])
     out.caption_justify = "left"
