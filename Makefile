@@ -17,7 +17,7 @@ STAMP := $(VENV)/.kvcompress-installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env demo test test-long mutants lint format docs clean distclean
+.PHONY: help env wheel demo test test-long mutants lint format docs clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,11 +26,11 @@ help:
 	@echo "make lint    ruff, mypy and the order of imports   make format   ruff's formatter and import order"
 	@echo "make docs    the documentation as a site in build/site; a warning is an error"
 	@echo "make mutants thirty small faults put into the core, which the test suite has to notice (an hour)"
+	@echo "make wheel   dist/*.whl: stands alone, pip install it anywhere"
 	@echo "make clean   build outputs and caches   make distclean   also the environment $(VENV)"
 
 demo: $(STAMP)
-	$(PY) scripts/run.py -m experiment=demo
-	$(PY) scripts/report.py results/demo --all results/demo/board
+	$(PY) -m kvcompress demo
 
 # by files: what a module's fixtures make, it makes in one process
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n $(JOBS) --dist loadfile
@@ -67,7 +67,12 @@ format: $(STAMP)
 
 env: $(STAMP)
 
+wheel: $(STAMP)
+	$(PY) -m pip wheel --no-deps --wheel-dir dist .
+
 $(PY):
+	@$(PYTHON) -c '' 2>/dev/null || { command -v $(PYTHON) >/dev/null 2>&1 && why="does not run" || why="is not here"; \
+	  echo "PYTHON=$(PYTHON) $$why: name a Python of 3.11 or newer, as in make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "kvcompress needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

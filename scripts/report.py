@@ -1,4 +1,4 @@
-"""The leaderboard of a results folder: python scripts/report.py results/ [--markdown F] [--csv F] [--png FOLDER]"""
+"""Leaderboards from records, the same as `kvcompress report`: python scripts/report.py results/"""
 
 from kvcompress.commands.report import main
 

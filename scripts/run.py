@@ -1,4 +1,4 @@
-"""Run one cell, or with -m a sweep: python scripts/run.py model=smollm2 task=needle method=h2o budget=0.25"""
+"""Run one cell, or with -m a sweep, the same as `kvcompress run`: python scripts/run.py method=h2o budget=0.25"""
 
 from kvcompress.commands.run import main
 

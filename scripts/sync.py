@@ -1,4 +1,4 @@
-"""Build or upload tracker runs from records alone, once or again: python scripts/sync.py results/ --mode online"""
+"""Tracker runs from records, the same as `kvcompress sync`: python scripts/sync.py results/ --mode online"""
 
 from kvcompress.commands.sync import main
 

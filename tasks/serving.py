@@ -175,6 +175,9 @@ class Serving(MeasuredTask):
     def provenance(self) -> dict[str, Any]:
         return {"data": ",".join(traces.find(name, self.data).name for name in self.traces)}
 
+    def stated_lengths(self) -> tuple[int, ...]:
+        return ()  # `lengths` are those of the prompts that costs are measured on: requests come from the trace
+
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """One: costs are measured once for all traces and memories."""
         longest = max(self.lengths)

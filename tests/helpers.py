@@ -188,7 +188,9 @@ BY_HEAD = [name for name in CODED if not coded(name).parts().codec.joint]  # tho
 
 
 def load_script(name: str) -> Any:
-    """A command of `scripts/` as a module of its own."""
+    """A command of `scripts/` as a module: of a thin door what it leads to, else a module of its own."""
+    if importlib.util.find_spec(f"kvcompress.commands.{name}") is not None:
+        return importlib.import_module(f"kvcompress.commands.{name}")
     spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

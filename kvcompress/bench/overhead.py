@@ -111,6 +111,13 @@ class Row:
     kind: str
     target: float | None
     ratios: Ratios
+    role: str = ""
+
+    @property
+    def name(self) -> str:
+        """The method in few letters: as it was given, where its role is its own name, else class and budget."""
+        kind, _, budget = self.method.removesuffix(")").partition("(budget=")
+        return self.role if self.role.partition(":")[0] == kind.lower() else f"{kind} {budget}"
 
     @property
     def missed(self) -> bool:
@@ -190,7 +197,7 @@ class Overhead:
         ratios = measure(method, length)
         name = f"{type(method).__name__}(budget={method.budget})"
         target = check.targets.get(length) if self.judge else None
-        return Row(check.name, check.title, name, length, check.kind, target, ratios)
+        return Row(check.name, check.title, name, length, check.kind, target, ratios, check.role)
 
     def _pairs(self, plain: Callable[[], float], ours: Callable[[], float], pairs: int | None = None) -> Ratios:
         gc.collect()
@@ -326,8 +333,10 @@ def figure(value: float, check: str) -> str:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows as a table that fits 100 columns (narrower terminals wrap it), what each check compares below it."""
-    out = Table("check", "tokens", "target", "measured", "quartiles", "A/A", "plain", "ours", "verdict", box=SIMPLE)
+    """The rows as a table that fits 120 columns (narrower terminals wrap it), what each check compares below it."""
+    out = Table(
+        "check", "method", "tokens", "target", "measured", "quartiles", "A/A", "plain", "ours", "verdict", box=SIMPLE
+    )
     for row in rows:
         r = row.ratios
         target = "" if row.target is None else f"≤ {row.target:.2f}"
@@ -342,10 +351,10 @@ def table(rows: list[Row]) -> Table:
             figure(r.b, row.check),
             row.verdict,
         )
-        out.add_row(row.check, str(row.length), *cells, style=style)
+        out.add_row(row.check, row.name, str(row.length), *cells, style=style)
     for column in out.columns:
         column.no_wrap = True
-    titles = {row.check: f"{row.check}: {row.title}, {row.method}" for row in rows}
+    titles = {(row.check, row.title): f"{row.check}: {row.title}" for row in rows}
     rule = "missed: the median exceeds the target by more than |A/A - 1|"
     out.caption = "\n".join([*titles.values(), rule])
     out.caption_justify = "left"

@@ -1,7 +1,7 @@
 """Peer benchmark: other programs that compress caches, each beside plain transformers of its own environment.
 
 Three kinds: our methods, transformers' own QuantizedCache, and kvpress in another environment that a worker process
-runs (scripts/kvpress_worker.py). A peer's ratio is to plain transformers in the same process, so that releases of
+runs (outside/kvpress_worker.py). A peer's ratio is to plain transformers in the same process, so that releases of
 libraries are compared with themselves.
 """
 

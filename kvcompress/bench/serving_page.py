@@ -28,7 +28,7 @@ def read_costs(path: Path) -> tuple[dict[str, MethodCosts], Mapping[str, Any]]:
         told = [{key: value for key, value in one.items() if key != "points"} for one in content["costs"]]
         found = {one["name"]: MethodCosts.of(one) for one in told}
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: no file of `scripts/bench.py serving-costs` ({error})") from error
+        raise ValueError(f"{path}: no file of `kvcompress bench serving-costs` ({error})") from error
     if "full" not in found:
         raise ValueError(f"{path} has no costs of the full cache to compare with; it has {', '.join(found)}")
     return found, content.get("hardware", {})

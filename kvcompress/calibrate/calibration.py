@@ -31,11 +31,11 @@ SAMPLE = "weight_sample"  # tensor of a file: see `model_hash.weight_sample`
 ADAPTERS = "adapters"  # in its metadata: `model_hash.adapter_state`
 
 
-def made(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+def made(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     """When and by what command and versions a file is made: part of its provenance."""
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", f"scripts/{script}", *arguments]),
+        "command": shlex.join(["kvcompress", command, *arguments]),
         "versions": {name: metadata.version(name) for name in ("kvcompress", "torch", "transformers")}
         | {"source": source_hash()},
     }

@@ -27,7 +27,7 @@ from kvcompress.models import compat
 from kvcompress.models.model_hash import adapter_state, same_weights, weight_sample
 
 FOLDER = Path(__file__).parent / "data" / "duoattention"
-COMMAND = "python scripts/calibrate_duo.py --model NAME"
+COMMAND = "kvcompress calibrate-duo --model NAME"
 FORMAT = 1
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")

@@ -25,7 +25,7 @@ from kvcompress.models import compat
 
 KIND = "flexicache"
 DATA = Path(__file__).parent / "data"
-COMMAND = "python scripts/profile_heads.py --model"
+COMMAND = "kvcompress profile-heads --model"
 WINDOW = 16  # steps
 SEED = 43  # of the shuffle that makes the two halves, as in the released code
 

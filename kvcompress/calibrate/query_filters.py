@@ -18,7 +18,7 @@ from kvcompress.method import LayerView, Method, Observed, Schedule, Scorer, Sta
 
 KIND = "qfilters"
 DATA = Path(__file__).parent / "data"
-COMMAND = "python scripts/calibrate_qfilters.py --model"
+COMMAND = "kvcompress calibrate-qfilters --model"
 
 
 class QueryMoments(Scorer):

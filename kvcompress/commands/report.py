@@ -1,4 +1,4 @@
-"""Command line of reports: leaderboard, figures and page from records alone."""
+"""Command line of reports: leaderboard, figures and page from records alone. What draws is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -7,26 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcompress.common.text import PlainConsole
-from kvcompress.report import submission
-from kvcompress.report.command import from_hydra
-from kvcompress.report.curves import draw_curves
-from kvcompress.report.decode import draw_speed
-from kvcompress.report.external_tables import external_markdown, print_external, relevant
-from kvcompress.report.figure import figure_stem
-from kvcompress.report.frame import others
-from kvcompress.report.heatmap import draw_heatmap
-from kvcompress.report.iso_bytes import draw_equal
-from kvcompress.report.page import write_page
-from kvcompress.report.pareto import draw_fronts
-from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
-from kvcompress.report.rollouts import draw_rollouts
-from kvcompress.report.rollouts import markdown as rollouts_markdown
-from kvcompress.report.run_index import Entry, gather
-from kvcompress.report.seeds import print_seeds, seeds_markdown
-from kvcompress.report.serving import draw_serving, of_entries
-from kvcompress.report.serving import markdown as serving_markdown
-from kvcompress.report.table import leaderboard, leaderboard_markdown, terminal, title, to_csv
+from kvcompress.commands.program import program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 where no record was found.
     """
-    parser = argparse.ArgumentParser(prog="report.py", description="Leaderboard, heat maps and curves from records.")
+    parser = argparse.ArgumentParser(
+        prog=program("report"), description="Leaderboard, heat maps and curves from records."
+    )
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("results")], help="folders with records")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown; - prints them")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every key of every record; - prints it")
@@ -58,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--foreign", type=Path, nargs="+", default=[], metavar="FOLDER", help="results of other programs, likewise"
     )
+    parser.add_argument("--quiet", action="store_true", help="print no tables, write the files alone")
     options = parser.parse_args(arguments)
     if options.all is not None:
         options.html = options.html or options.all / "board.html"
@@ -65,9 +49,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.csv = options.csv or options.all / "board.csv"
         options.png = options.png or options.all / "figures"
 
+    return report(options)
+
+
+def report(options: argparse.Namespace) -> int:
+    """What `main` does, with its arguments parsed."""
+    from kvcompress.common.text import PlainConsole
+    from kvcompress.report import submission
+    from kvcompress.report.command import from_hydra
+    from kvcompress.report.curves import draw_curves
+    from kvcompress.report.decode import draw_speed
+    from kvcompress.report.external_tables import external_markdown, print_external, relevant
+    from kvcompress.report.figure import figure_stem
+    from kvcompress.report.frame import as_foreign, others
+    from kvcompress.report.heatmap import draw_heatmap
+    from kvcompress.report.iso_bytes import draw_equal
+    from kvcompress.report.page import write_page
+    from kvcompress.report.pareto import draw_fronts
+    from kvcompress.report.reuse import draw_reuse, print_reuse, reuse_markdown
+    from kvcompress.report.rollouts import draw_rollouts
+    from kvcompress.report.rollouts import markdown as rollouts_markdown
+    from kvcompress.report.run_index import Entry, gather
+    from kvcompress.report.seeds import print_seeds, seeds_markdown
+    from kvcompress.report.serving import draw_serving, of_entries
+    from kvcompress.report.serving import markdown as serving_markdown
+    from kvcompress.report.table import leaderboard, leaderboard_markdown, print_legend, terminal, title, to_csv
+
     notes = PlainConsole(stderr=True)
     found = gather(options.paths)
-    foreign = others(options.published, options.foreign, found.damaged)
+    foreign = as_foreign(found.foreign) + others(options.published, options.foreign, found.damaged)
     beside = relevant(foreign, [entry.record for entry in found.entries])
     for damaged in found.damaged:
         notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -78,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     if not found.entries and not beside:
         places = ", ".join(map(str, options.paths))
-        notes.print(f"no records under {places}: make some with scripts/run.py", style="red", markup=False)
+        notes.print(f"no records under {places}: make some with kvcompress run", style="red", markup=False)
         return 1
     groups = found.groups()
     printed = False
@@ -103,13 +113,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
             notes.print(f"wrote {target}", markup=False, soft_wrap=True)
-    if not printed:
+    if not printed and not options.quiet:
         for sweep in sorted({entry.sweep for entry in found.entries}):
             notes.print(f"sweep {sweep}", style="bold", markup=False, highlight=False)
-            leaderboard([entry.record for entry in found.entries if entry.sweep == sweep], terminal())
+            leaderboard(
+                [entry.record for entry in found.entries if entry.sweep == sweep], terminal(), with_legend=False
+            )
         print_seeds(found.entries, terminal())
         print_reuse((entry.record for entry in found.entries), terminal())
         print_external(beside, terminal())
+        if found.entries:
+            print_legend((entry.record for entry in found.entries), terminal())
     if options.png is not None:
         pairs: dict[tuple[str, str], list[Entry]] = {}
         for entry in found.entries:

@@ -10,13 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 from kvcompress.commands import memo
+from kvcompress.commands.run_help import asks_help, show_help
 from kvcompress.common.text import PlainConsole
 from kvcompress.sweep import record
 from kvcompress.sweep.config import (
@@ -25,13 +25,14 @@ from kvcompress.sweep.config import (
     expand_suites,
     folder,
     register,
+    results_of,
     with_launcher,
 )
 from kvcompress.sweep.hydra_errors import HYDRA_ERRORS, one_line
 from kvcompress.sweep.launcher.options import Options
 from kvcompress.sweep.launcher.plugin import register_launcher
-from kvcompress.sweep.launcher.status import show
-from kvcompress.sweep.outcome import Listener, Outcome
+from kvcompress.sweep.launcher.status import show, sweep_folder
+from kvcompress.sweep.outcome import Listener, Outcome, nothing_to_do
 from kvcompress.tracking import SweepTracker
 
 FULL = "HYDRA_FULL_ERROR"  # 1: whatever Hydra refuses is raised, with its traceback
@@ -40,7 +41,7 @@ FULL = "HYDRA_FULL_ERROR"  # 1: whatever Hydra refuses is raised, with its trace
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cells that a command line asks for; returns the exit code.
 
-    `status=results/<sweep>` shows what there is of a sweep instead.
+    `status=<sweep>`, its name or its folder, shows what there is of a sweep instead.
 
     0 all cells finished (now or before), 1 a cell failed or its values are refused, 2 the command line is refused (an
     unknown name or key, text where a number belongs, no cell at all, no such results folder), 130 interrupted.
@@ -49,12 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = PlainConsole(stderr=True)
     asked = [argument.partition("=")[2] for argument in arguments if argument.startswith("status=")]
     if asked:
-        return max(show(Path(sweep), console) for sweep in asked)
+        return max(show(sweep_folder(name, results_of(arguments)), console) for name in asked)
+    if asks_help(arguments):
+        return show_help(arguments)
     if memo.DRY in arguments:
         runs = memo.finished_runs(arguments)
         if runs is not None:
-            text = f"nothing to do: {'the cell is' if runs == 1 else f'all {runs} cells are'} finished"
-            console.print(text, highlight=False, markup=False)
+            console.print(nothing_to_do(runs), highlight=False, markup=False)
             return 0
     register()
     register_launcher()

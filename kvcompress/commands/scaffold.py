@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import kvcompress
+from kvcompress.commands.program import program
+
 YAML = """\
 defaults:
   - base_LOWER
@@ -60,30 +63,50 @@ class Scaffold:
             if (root / path).exists():
                 raise ValueError(f"{name!r} is taken: {path} is there; remove it or choose another name")
 
-    def main(self, arguments: Sequence[str] | None, root: Path, about: str | None) -> int:
+    def main(self, arguments: Sequence[str] | None, about: str | None) -> int:
         """Write the files of the name that a command line gives; returns the exit code.
 
         Args:
-            root: repository, unless the command line names another; about: what the command's help says.
+            about: what the command's help says.
         """
-        parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser = argparse.ArgumentParser(
+            prog=program(f"new-{self.kind}"), description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         lower = self.example.lower()
         parser.add_argument(
             "name", help=f"of the class, such as {self.example}; on the command line it is {self.kind}={lower}"
         )
-        parser.add_argument("--root", type=Path, default=root, help="repository to write into")
+        parser.add_argument(
+            "--root", type=Path, default=None, help="clone to write into; default: this folder's, or the installed one"
+        )
         args = parser.parse_args(arguments)
         try:
-            self.check(args.name, args.root)
+            root = clone() if args.root is None else args.root
+            self.check(args.name, root)
         except ValueError as error:
-            print(f"new_{self.kind}: {error}", file=sys.stderr)
+            print(f"new-{self.kind}: {error}", file=sys.stderr)
             return 1
         for path, text in self.files(args.name).items():
-            (args.root / path).parent.mkdir(parents=True, exist_ok=True)
-            (args.root / path).write_text(text, encoding="utf-8")
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text, encoding="utf-8")
             print(path)
         print(_named(self.advice, args.name))
         return 0
+
+
+def clone() -> Path:
+    """The clone to write into: the current folder, else the one that the package is imported from.
+
+    Raises:
+        ValueError: the package is installed without its repository, whose files methods and tasks are.
+    """
+    for place in (Path.cwd(), Path(kvcompress.__file__).resolve().parent.parent):
+        if all((place / name).is_dir() for name in ("kvcompress", "methods", "tasks", "conf")):
+            return place
+    raise ValueError(
+        "methods and tasks are files of a clone, and none is here: git clone it, pip install -e . in it, and give this "
+        "command there, or --root CLONE"
+    )
 
 
 def _named(text: str, name: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcompress import tracking
+from kvcompress.commands.program import program
 from kvcompress.common.text import PlainConsole
 from kvcompress.report.run_index import gather
 from kvcompress.sweep.config import LOGGERS, MODES, LoggerConfig, check_logger
@@ -18,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 where something was not sent or no record was found.
     """
-    parser = argparse.ArgumentParser(prog="sync.py", description="Tracker runs from records, once or again.")
+    parser = argparse.ArgumentParser(prog=program("sync"), description="Tracker runs from records, once or again.")
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("results")], help="folders with records")
     parser.add_argument("--logger", choices=LOGGERS[1:], default="wandb")
     parser.add_argument("--mode", choices=MODES[:2], default="offline", help="of wandb")
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes.print(f"skipped {damaged}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not found.entries:
         places = ", ".join(map(str, options.paths))
-        notes.print(f"no records under {places}: make some with scripts/run.py", style="red", markup=False)
+        notes.print(f"no records under {places}: make some with kvcompress run", style="red", markup=False)
         return 1
     sent = boards = 0
     sweeps = list(dict.fromkeys(entry.folder for entry in found.entries))

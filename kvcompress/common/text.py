@@ -7,6 +7,7 @@ name. Each exit has a function here.
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from typing import IO, Any
@@ -58,6 +59,12 @@ class PlainConsole(Console):
 
     def __init__(self, *, stderr: bool = False, file: IO[str] | None = None, width: int | None = None) -> None:
         super().__init__(stderr=stderr, file=file, width=width, markup=False, emoji=False, highlight=False)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's; where no terminal shows them and no COLUMNS is set, lines are not wrapped: a log keeps paths whole."""
+        if not self.is_terminal and "COLUMNS" not in os.environ and all(isinstance(one, str) for one in objects):
+            options.setdefault("soft_wrap", True)
+        super().print(*objects, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(for_terminal(text), **options)

@@ -46,12 +46,13 @@ class CacheFactory:
         if (parts.codec.needs_rotation or parts.reader.rank) and self._codec_rope is None:
             self._codec_rope = compat.rotations(self.model)
 
-    def new(self, headroom: bool = True, exact: bool = False) -> CompressedCache:
+    def new(self, headroom: bool = True, exact: bool = False, into: Any = None) -> CompressedCache:
         """An empty cache.
 
         Args:
             headroom: buffers have room for tokens to come.
             exact: holds keys and values as the model makes them, all of them, whatever the method.
+            into: an empty cache of transformers', which becomes this one, so that its owner sees what it is filled with.
         """
         spec = CacheSpec(
             codec=self.compressor.parts.codec,
@@ -64,12 +65,16 @@ class CacheFactory:
         )
         if exact:
             spec = replace(spec, codec=Plain(), limited=False, compact_rope=None, codec_rope=None)
-        return CompressedCache(
-            spec, lambda cache: compat.new_layers(self.model, lambda index: CompressedLayer(cache, index))
-        )
+        if into is None:
+            into = CompressedCache.__new__(CompressedCache)
+        else:
+            vars(into).clear()
+            into.__class__ = CompressedCache
+        into.__init__(spec, lambda cache: compat.new_layers(self.model, lambda index: CompressedLayer(cache, index)))
+        return into
 
     def adopt(self, cache: Any) -> CompressedCache:
-        """The cache that a forward goes into: the caller's if it is ours, a new one in place of none or an empty one.
+        """The cache that a forward goes into: the caller's if it is ours, or empty, which makes it ours; a new one for none.
 
         Raises:
             ValueError: a cache that is half written, of another model or method, or of another class with content.
@@ -88,9 +93,7 @@ class CacheFactory:
                 raise ValueError("this cache was made by another method: prefill it again in this session")
             return cache
         if compat.is_empty_dynamic(cache):
-            if not hasattr(cache, "_kvcompress"):
-                cache._kvcompress = self.new()
-            return cache._kvcompress
+            return self.new(into=cache)
         raise ValueError(
             f"a {type(cache).__name__} cannot be compressed: pass no cache, an empty DynamicCache, or one made by this "
             "session"

@@ -309,7 +309,7 @@ class ModelHooks:
         finally:
             self._chunked_prompt = None
         # not another that ran beside it, such as that of classifier-free guidance
-        self._runner.cache = cache if isinstance(cache, CompressedCache) else getattr(cache, "_kvcompress", None)
+        self._runner.cache = cache if isinstance(cache, CompressedCache) else None
         return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -434,4 +435,15 @@ def compress(
     Raises:
         ValueError: for a model or method that cannot work, naming it, before any work.
     """
-    return Session(model, method, kernel, tokenizer, shared, store, decode)
+    session = Session(model, method, kernel, tokenizer, shared, store, decode)
+    asked = sys._getframe(1).f_globals.get("__name__", "")
+    if keeps_all(method) and not asked.startswith("kvcompress."):  # sweeps say it in their own way
+        name = type(method).__name__
+        text = f"{name}(budget=1.0), the default, keeps every token: give a share, {name}(budget=0.25), or a number of tokens"
+        warnings.warn(text, stacklevel=2)
+    return session
+
+
+def keeps_all(method: Method) -> bool:
+    """True for a method that evicts, at the budget that evicts nothing."""
+    return method.budget_kind == "held_tokens" and not method.limited and method.parts().scorer is not None

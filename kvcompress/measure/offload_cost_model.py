@@ -223,12 +223,12 @@ def _shown(value: float | None, unit: float, digits: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvcompress.tiers", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="kvcompress tiers", description=(__doc__ or "").partition("\n")[0])
     known = figures()
     parser.add_argument("records", nargs="+", type=Path, help="record.json files")
     parser.add_argument("--device", default="h100-sxm", help=", ".join(known["devices"]))
     parser.add_argument("--link", action="append", help=", ".join(known["links"]) + "; default: all")
-    parser.add_argument("--links", type=Path, default=None, help="file of `scripts/bench.py links`: its links by name")
+    parser.add_argument("--links", type=Path, default=None, help="file of `kvcompress bench links`: its links by name")
     parser.add_argument("--model", default=None, help=f"load or compute a prefix of it: {', '.join(known['models'])}")
     parser.add_argument("--prefix", type=int, default=8192, help="tokens of that prefix")
     parser.add_argument(

@@ -63,7 +63,7 @@ def with_measured(path: Path, file: Path = FILE) -> dict[str, Any]:
             for name, fit in fits.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: no file of `scripts/bench.py links` ({error})") from error
+        raise ValueError(f"{path}: no file of `kvcompress bench links` ({error})") from error
     found = figures(file)
     return found | {"links": found["links"] | made}
 

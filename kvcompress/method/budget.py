@@ -43,11 +43,11 @@ def check_budget(budget: Budget, reserved: int = 0) -> Budget:
         raise ValueError(f"budget={budget!r} is a {type(budget).__name__}; {allowed}")
     if isinstance(budget, float):
         if not math.isfinite(budget) or not 0.0 < budget <= 1.0:
-            hint = (
-                f" (for {int(budget)} tokens write the int {int(budget)})"
-                if budget > 1 and math.isfinite(budget)
-                else ""
-            )
+            hint = ""
+            if budget > 1 and math.isfinite(budget):
+                tokens = max(2, math.ceil(budget))
+                share = f"; for {budget:g}% write {budget / 100:g}" if budget <= 100 else ""
+                hint = f" (for {tokens} tokens write the int {tokens}{share})"
             raise ValueError(f"budget={budget} is not a share in (0, 1]{hint}; {allowed}")
         return budget
     if budget < 1:

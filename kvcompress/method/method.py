@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
+from kvcompress.common.budget_text import RATIO, kept_of
 from kvcompress.method.budget import Budget, NotTogether, cap, check_budget, is_unlimited
 from kvcompress.method.codec import GroupedCodec
 from kvcompress.method.field_kinds import CheckedFields
@@ -159,6 +160,11 @@ class Method(CheckedFields):
     reader: Reader | None = None
     prefill: Prefill | None = None
     schedule: Schedule | None = None
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        if RATIO in settings:
+            raise TypeError(f"{cls.__name__}: {kept_of(settings[RATIO])}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.preset not in self.presets:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcompress.sweep import stored_config
 
-PROGRAM = "python scripts/run.py"
+PROGRAM = "kvcompress run"
 PARTS = ("allocator", "codec", "reader", "prefill", "schedule")
 # where it runs and what is done with the result: not part of what a run is
 ELSEWHERE = ("logger", "paths", "resume", "dry", "sweep")

@@ -94,11 +94,11 @@ def load(
 
     paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(one) for one in path]
     found = gather(paths)
-    rows = measured(found) + others(published, foreign, found.damaged)
+    rows = measured(found) + as_foreign(found.foreign) + others(published, foreign, found.damaged)
     if not rows:
         skipped = "".join(f"\nskipped {text}" for text in found.damaged)
         places = ", ".join(map(str, paths))
-        raise ValueError(f"no records under {places}: make some with scripts/run.py, or name another folder{skipped}")
+        raise ValueError(f"no records under {places}: make some with kvcompress run, or name another folder{skipped}")
     keys = dict.fromkeys([*COLUMNS, *sorted({key for row in rows for key in row})])
     frame = pd.DataFrame([{key: row.get(key) for key in keys} for row in rows], columns=list(keys))
     # a budget is an int of tokens or a float share: one type for both would lose which
@@ -173,6 +173,15 @@ def others(published: str | Path | None, foreign: Sequence[str | Path], skipped:
             skipped.extend(getattr(made, "attrs", {}).get("skipped", ()))
         except (OSError, ValueError) as error:
             skipped.append(f"{path}: {error}")
+    return as_foreign(rows)
+
+
+def as_foreign(rows: list[Record]) -> list[Record]:
+    """Rows of others with what every row has.
+
+    Raises:
+        ValueError: one passes for a measured one.
+    """
     for row in rows:
         if row.get("origin") not in ORIGINS or row["origin"] == MEASURED:
             raise ValueError(f"origin={row.get('origin')!r} of a foreign row; valid: {', '.join(ORIGINS[1:])}")

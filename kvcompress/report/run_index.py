@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress.common.hashing import source_hash
-from kvcompress.report import stats
+from kvcompress.report import board_file, stats
 from kvcompress.sweep.baseline import is_baseline
 from kvcompress.sweep.record import FINISHED, contradiction, read_record, read_rows, scores_of
 
@@ -59,6 +59,7 @@ class Loaded:
 
     entries: list[Entry] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    foreign: list[dict[str, Any]] = field(default_factory=list)  # rows of others, from board files
 
     def groups(self) -> list[list[dict[str, Any]]]:
         """Records that may be compared, the uncompressed baseline first, then by method and falling budget."""
@@ -97,7 +98,7 @@ def ordered(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gather(paths: Iterable[Path]) -> Loaded:
-    """Every record under `paths` (folders, or record files); the difference to the baseline is computed again.
+    """Every record under `paths` (folders, record or board files); the difference to the baseline is computed again.
 
     A damaged record, one that cannot be read and one that says otherwise than its samples are left out and listed;
     damaged rows are listed and do not count.
@@ -107,7 +108,13 @@ def gather(paths: Iterable[Path]) -> Loaded:
     for path in paths:
         if not path.exists():
             found.damaged.append(f"{path}: not there")
-        files |= {path} if path.is_file() else set(path.rglob("record.json"))
+        boards = board_file.files(path)
+        for board in boards:
+            _add_board(found, board)
+        if not path.is_file():
+            files |= set(path.rglob("record.json"))
+        elif not boards:
+            files.add(path)
     for file in sorted(files):
         try:
             entry = Entry(read_record(file), file)
@@ -137,6 +144,27 @@ def gather(paths: Iterable[Path]) -> Loaded:
         for entry, deltas in members:
             entry.record["delta_needed"] = stats.samples_needed(deltas, len(members))
     return found
+
+
+def _add_board(found: Loaded, path: Path) -> None:
+    """Add what a board file holds; of a file with a fault nothing is taken. Samples but for their scores are not in it."""
+    try:
+        board = board_file.read(path)
+    except ValueError as error:
+        found.damaged.append(str(error))
+        return
+    wrong = [str(one) for one in board_file.problems(board, str(path))]
+    found.damaged += wrong
+    if wrong:
+        return
+    found.foreign += board.foreign
+    for run in board.runs:
+        record = run["record"]
+        entry = Entry(dict(record), path.parent / board.name / str(record["run_id"]) / "record.json")
+        names = board.protocols[str(record["protocol.pair"])]["samples"]
+        scored = {name: float(score) for name, score in zip(names, run["scores"], strict=True) if score is not None}
+        vars(entry)["scores"] = scored  # in place of what would be read from its samples
+        found.entries.append(entry)
 
 
 def interval(record: Mapping[str, Any], scores: Mapping[str, float]) -> dict[str, float | None]:

@@ -217,16 +217,20 @@ def terminal() -> Console:
     return console if console.is_terminal else PlainConsole(width=max(console.width, PIPE))
 
 
-def leaderboard(records: Iterable[Record], console: Console) -> None:
-    """Print one table of comparable records per setting, those that do not count last and dimmed."""
+def leaderboard(records: Iterable[Record], console: Console, with_legend: bool = True) -> None:
+    """Print one table of comparable records per setting, those that do not count last and dimmed; what columns mean."""
     groups: dict[Any, list[Record]] = {}
     for record in records:
         groups.setdefault(record.get("protocol.pair"), []).append(record)
     for group in groups.values():
         _print(_split(ordered(group)), console)
-    if groups:
-        text = legend(record for group in groups.values() for record in group)
-        console.print(text, style="dim", width=min(console.width, SENTENCE))
+    if groups and with_legend:
+        print_legend((record for group in groups.values() for record in group), console)
+
+
+def print_legend(records: Iterable[Record], console: Console) -> None:
+    """Print what the columns of the tables of these records mean: once, however many tables there are."""
+    console.print(legend(records), style="dim", width=min(console.width, SENTENCE))
 
 
 def labelled(group: Sequence[Record]) -> list[Record]:

@@ -23,11 +23,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from kvcompress.common.budget_text import RATIO, kept_of
 from kvcompress.sweep import schema_index
 from kvcompress.sweep.compose import compose_once_per_choice, share_config_store
 from kvcompress.sweep.schemas import Table
 
 PARTS = ("allocator", "codec", "reader", "prefill")
+# flags of Hydra that are followed by a value, which is no override
+WITH_VALUE = (
+    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    "--experimental-rerun",
+)
+ONE_CELL = {"--cfg", "-c", "--info", "--shell-completion", "-sc"}  # what these show is of one cell, not of a sweep
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")  # what may follow --info
 SHORT = {"tasks": "task.tasks"}  # lists that may be written shorter on the command line
 GROUPS = ("model", "task", "method", *PARTS, "schedule", "sweep", "logger", "experiment", "debug")
 RESUME = ("auto", "refresh", "any")
@@ -178,11 +186,31 @@ def expand_suites(overrides: Sequence[str], folder: Path) -> list[str]:
             several |= ",".join(names) != values
             override = f"task={','.join(names)}"
         expanded.append(override)
-    flags = {"-m", "--multirun"}
-    sweep = bool(flags & set(expanded))
-    if several or sweep:  # first, as argparse takes no flag among the overrides
-        expanded = ["-m", *(override for override in expanded if override not in flags)]
-    return _per_cell(expanded) if several or sweep else expanded
+    flags, expanded = _apart(expanded)
+    sweep = several or "-m" in flags
+    flags = [flag for flag in flags if flag != "-m"]
+    if not sweep or ONE_CELL & {flag.partition("=")[0] for flag in flags}:
+        return [*flags, *expanded]
+    return ["-m", *flags, *_per_cell(expanded)]
+
+
+def _apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags with their values, and overrides: argparse takes no flag among the overrides, so that flags come first."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            overrides.append(word)
+        elif word in WITH_VALUE:
+            flags += [word, *rest[:1]]
+            del rest[:1]
+        elif word in ("--info", "-i"):  # its value may be left out, and an override would be taken for it
+            flags.append(f"--info={rest.pop(0) if rest and rest[0] in INFO else 'all'}")
+        else:
+            flags.append("-m" if word == "--multirun" else word)
+    return flags, overrides
 
 
 def with_launcher(overrides: Sequence[str], folder: Path) -> list[str]:
@@ -274,6 +302,8 @@ def check_keys(config: DictConfig) -> None:
         valid = [item.name for item in fields(kind)]
         for key in node:
             if key not in valid:
+                if key == RATIO:
+                    raise ValueError(kept_of(node[key]))
                 near = difflib.get_close_matches(str(key), valid, n=1)
                 hint = f"; did you mean {near[0]}?" if near else "."
                 name = f"{group}.{key!s}" if group else str(key)
@@ -340,6 +370,11 @@ def check_folders(arguments: Sequence[str]) -> None:
             raise ValueError(f"cannot write to paths.results={name}: {error}") from None
     for name in _given(arguments, "sweep.name"):
         check_sweep_name(name, results[0])
+
+
+def results_of(arguments: Sequence[str]) -> str:
+    """`paths.results` of a command line."""
+    return (_given(arguments, "paths.results") or ["results"])[-1]
 
 
 def _given(arguments: Sequence[str], key: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Full disk: ends a sweep in one line, and the same command goes on when there is room."""
+"""Full disk, or a folder that was taken away: ends a sweep in one line, and the same command goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ class DiskFull(BaseException):
     """Nothing more can be written. Like an interrupt it ends the sweep and not one cell: no other cell could write either.
 
     What is finished is on disk by then.
+
+    Attributes:
+        advice: what is kept, and how to go on.
     """
+
+    advice = "what is finished is kept, the same command goes on when there is room"
+
+
+class FolderGone(DiskFull):
+    """The folder of a run was deleted or moved while it was written to."""
+
+    advice = "it was deleted or moved while the sweep ran; the same command runs again what was in it"
 
 
 @contextmanager
@@ -23,10 +34,13 @@ def written(path: Path) -> Iterator[None]:
 
     Raises:
         DiskFull: the disk, the quota or the largest size of a file is exhausted.
+        FolderGone: the folder that it belongs into is not there any more.
     """
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise DiskFull(f"cannot write {path}: {error.strerror}") from error
+        if error.errno == errno.ENOENT and not path.parent.is_dir():
+            raise FolderGone(f"{path.parent} is gone") from error
         raise

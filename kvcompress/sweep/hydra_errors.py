@@ -11,6 +11,7 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from kvcompress.common.budget_text import RATIO, kept_of
 from kvcompress.sweep.config import GROUPS
 
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
@@ -55,6 +56,8 @@ def unknown_key(override: str, error: OmegaConfBaseException) -> str:
     """The nearest settings there are: beside it, and for a name without a group those of any group."""
     full, key, beside = str(error.full_key or override.partition("=")[0]), str(error.key), error.parent_node
     path, _, _ = full.rpartition(".")
+    if key == RATIO:
+        return kept_of(override.partition("=")[2])
     names: dict[str, str] = {}
     if isinstance(beside, DictConfig):
         if path:

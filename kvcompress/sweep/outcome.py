@@ -46,6 +46,11 @@ class Outcome:
 Listener = Callable[[Outcome], object]  # told of each outcome as soon as it is known; must not raise
 
 
+def nothing_to_do(cells: int) -> str:
+    """What a dry run says of a sweep in which every cell is finished."""
+    return f"nothing to do: {'the cell is' if cells == 1 else f'all {cells} cells are'} finished"
+
+
 def last_line(text: str | None) -> str:
     """Last line of a traceback: what went wrong."""
     return ((text or "").strip().splitlines() or [""])[-1]

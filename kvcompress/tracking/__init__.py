@@ -140,9 +140,9 @@ def _try(settings: Any, send: Any, what: str) -> bool:
         return True
     except Unreachable as error:
         _given_up.add(settings.name)
-        text = "nothing is logged to %s: %s (records are complete; scripts/sync.py sends them later)"
+        text = "nothing is logged to %s: %s (records are complete; kvcompress sync sends them later)"
         logger.warning(text, settings.name, error)
     except (Exception, SystemExit) as error:
-        text = "%s is not logged to %s: %s: %s (the record is complete; scripts/sync.py sends it later)"
+        text = "%s is not logged to %s: %s: %s (the record is complete; kvcompress sync sends it later)"
         logger.warning(text, what, settings.name, type(error).__name__, error)
     return False

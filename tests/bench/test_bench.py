@@ -205,7 +205,7 @@ def test_a_worker_that_cannot_run_is_refused_by_name(model, tmp_path):
     with pytest.raises(ValueError, match="code 3"), worker(Path(sys.executable), silent, model, 1):
         pass
     if importlib.util.find_spec("kvpress") is None:
-        real = Path(__file__).parents[2] / "scripts" / "kvpress_worker.py"
+        real = Path(__file__).parents[2] / "kvcompress" / "bench" / "outside" / "kvpress_worker.py"
         with pytest.raises(ValueError, match="No module named 'kvpress'"), worker(Path(sys.executable), real, model, 1):
             pass
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import thinned
+from helpers import load_script, thinned
 from small_models import small_model
 
 from kvcompress.bench import longrun
@@ -115,9 +114,7 @@ def test_speed_is_of_each_answer_from_its_own_start():
 
 def test_the_script_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(longrun, "BLOCK", 16)
-    spec = importlib.util.spec_from_file_location("bench_script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("bench")
     usual = ["generation", "--model", "random/llama", "--budget", "24", "--interval", "16", "--prompt", "8"]
     out, png = tmp_path / "out.json", tmp_path / "out.png"
     arguments = [*usual, "--tokens", "64", "--methods", "rkv,tova", "--json", str(out), "--png", str(png)]

@@ -179,5 +179,5 @@ def test_measured_links_replace_data_sheets(tmp_path, capsys):
     assert main([str(record(tmp_path)), "--links", str(links), "--link", "disk"]) == 0
     assert "| 10.00 |" in capsys.readouterr().out
     links.write_text("{}")
-    with pytest.raises(ValueError, match="no file of `scripts/bench.py links`"):
+    with pytest.raises(ValueError, match="no file of `kvcompress bench links`"):
         tiers.with_measured(links)

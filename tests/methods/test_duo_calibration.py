@@ -103,7 +103,7 @@ def test_the_script_writes_a_file_that_its_model_takes(tmp_path, capsys):
     given = ["--model", "random/llama", "--lengths", "600", "--samples", "2", "--passkeys", "2", "--words", "2"]
     assert script.main([*given, "--out", str(out)]) == 0
     known = json.loads(out.read_text())
-    assert known["made"]["command"].startswith("python scripts/calibrate_duo.py --model random/llama")
+    assert known["made"]["command"].startswith("kvcompress calibrate-duo --model random/llama")
     assert known["made"]["versions"]["torch"] == torch.__version__
     assert head_order(str(out), random_model("llama")) == ranks(known["scores"])
     assert script.main([*given, "--passkeys", "99", "--out", str(out)]) == 1

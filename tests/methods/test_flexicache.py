@@ -338,7 +338,7 @@ def test_a_profile_is_found_by_the_weights_and_not_taken_for_another_models(
     monkeypatch.setattr(calibration, "find", filters_for_random_models)  # as it is
     monkeypatch.setenv("KVCOMPRESS_CACHE", str(tmp_path))
     model, other = small_model(num_hidden_layers=2), small_model(num_hidden_layers=2, seed=5)
-    ask = r"python scripts/profile_heads.py --model .*heads=random, stable or unstable"
+    ask = r"kvcompress profile-heads --model .*heads=random, stable or unstable"
     with pytest.raises(ValueError, match=f"no head profile for .*{ask}"):
         compress(model, FlexiCache(budget=16))
     tensors, said = profile(
@@ -379,7 +379,7 @@ def test_the_script_writes_a_profile_with_provenance(tmp_path, capsys):
     assert script.main([*arguments, "--page-size", "4", "--out", str(out)]) == 0
     tensors, said = calibration.load(out)
     assert tensors["frequency"].shape == tensors["instability"].shape
-    assert said["text"].startswith("generated prose") and said["command"].startswith("python scripts/profile_heads.py")
+    assert said["text"].startswith("generated prose") and said["command"].startswith("kvcompress profile-heads")
     assert "two halves: unstable in common" in capsys.readouterr().out
     assert script.main([*arguments[:-1], "99", "--out", str(out)]) == 1
     assert "K = 99 pages" in capsys.readouterr().err

@@ -120,7 +120,7 @@ def script():
 
 
 def test_a_model_without_filters_is_refused_with_the_command_that_makes_them(only_files):
-    with pytest.raises(ValueError, match=r"no filters for 'llama'.*scripts/calibrate_qfilters\.py --model llama"):
+    with pytest.raises(ValueError, match=r"no filters for 'llama'.*kvcompress calibrate-qfilters --model llama"):
         compress(small_model(), QFilters(budget=0.5))
     with compress(small_model(), QFilters(budget=1.0)) as session:  # nothing to choose
         session.prefill(random_ids(1, 12))

@@ -192,7 +192,7 @@ def test_details_link_to_the_record_and_give_the_command(page, board):
     visit(page, board)
     page.get_by_role("button", name="Details of alpha").first.click()
     detail = page.locator("tr.more .detail")
-    assert "python scripts/run.py" in detail.locator("code").inner_text() and "method=alpha" in detail.inner_text()
+    assert "kvcompress run" in detail.locator("code").inner_text() and "method=alpha" in detail.inner_text()
     for link in detail.locator("a").all():
         target = Path(page.evaluate("a => decodeURIComponent(new URL(a.href).pathname)", link.element_handle()))
         assert target.is_file()
@@ -397,7 +397,7 @@ def test_the_page_of_a_report_gives_commands_that_are_short(browser, tmp_path):
         visit(page, tmp_path / "board.html")
         page.locator("#body .open").click()
         assert page.locator("code").inner_text() == (
-            "python scripts/run.py model=tiny task=needle method=full budget=1.0 seed=0"
+            "kvcompress run model=tiny task=needle method=full budget=1.0 seed=0"
         )
 
 

@@ -51,7 +51,7 @@ def test_the_command_of_a_run_gives_the_run_id_of_that_run(tmp_path, usual, cell
         expected = left_behind(tmp_path / "run", compose, cell)
     line = commands.line(tmp_path / "run", {"task": cell[1].partition("=")[2].removesuffix("_short")})
     program, script, *overrides = shlex.split(line)
-    assert (program, script) == ("python", "scripts/run.py")
+    assert (program, script) == ("kvcompress", "run")
     with composing() as compose:
         assert run_id(compose([*overrides, "paths.data=null"])) == expected
 
@@ -60,7 +60,7 @@ def test_the_command_says_no_more_than_what_differs_from_the_usual(tmp_path, usu
     with composing() as compose:
         left_behind(tmp_path / "run", compose, CELLS[0])
     assert usual.line(tmp_path / "run", {}) == (
-        "python scripts/run.py model=random/llama task=needle method=snapkv budget=0.25 seed=0"
+        "kvcompress run model=random/llama task=needle method=snapkv budget=0.25 seed=0"
     )
 
 

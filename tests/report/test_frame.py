@@ -202,7 +202,7 @@ def test_ranks_refuse_rows_of_two_protocols(tmp_path):
 def test_a_folder_without_a_record_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "board" / "cut").mkdir(parents=True)
     (tmp_path / "board" / "cut" / "record.json").write_text("{")
-    with pytest.raises(ValueError, match=r"no records under .*scripts/run.py(.|\n)*skipped .*cut"):
+    with pytest.raises(ValueError, match=r"no records under .*kvcompress run(.|\n)*skipped .*cut"):
         kvcompress.report.load(tmp_path)
     with pytest.raises(ValueError, match=r"no records under .*nowhere(.|\n)*not there"):
         kvcompress.report.load(tmp_path / "nowhere")

@@ -158,7 +158,7 @@ def test_grid_is_the_mean_per_length_and_depth():
 
 def test_no_record_at_all_exits_1_and_says_how_to_make_one(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
-    assert "scripts/run.py" in capsys.readouterr().err
+    assert "kvcompress run" in capsys.readouterr().err
 
 
 def test_a_table_shows_scores_by_length_where_a_task_tells_them_and_a_dash_for_an_empty_bucket(tmp_path):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import yaml
 from helpers import load_script
 
+from kvcompress.commands.door import COMMANDS
 from kvcompress.sweep import schema_index
 from kvcompress.sweep.config import (
     LoggerConfig,
@@ -33,23 +33,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")), *DOCS]
 PAGES += sorted((ROOT / "results" / "reference").rglob("*.md"))
-VERBS = {
-    "run",
-    "report",
-    "status",
-    "demo",
-    "submit",
-    "doctor",
-    "fetch",
-    "sync",
-    "bench",
-    "tiers",
-    "hits",
-    "new-method",
-    "new-task",
-}
-if find_spec("kvcompress.commands.door"):
-    VERBS = set(import_module("kvcompress.commands.door").COMMANDS)
+VERBS = set(COMMANDS)
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 OLD = {"LOG.md", "CHANGELOG.md"}  # tell what was, under the names of their day
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -130,6 +114,9 @@ def refusal(command: str) -> str | None:
 
 
 def wrong_override(words: list[str]) -> str | None:
+    words = [
+        word for word, before in zip(words, ["", *words], strict=False) if before != "--cfg"
+    ]  # whose value is no setting
     overrides = [word for word in words if not word.startswith("-") and not MADE_UP.search(word.partition("=")[2])]
     overrides = [
         word for word in overrides if not re.match(r"(status|dry)=|(task|method)=\S*(mymethod|longkeys|lastbox)", word)

@@ -217,7 +217,7 @@ def test_a_dry_run_of_cells_that_run_one_by_one_is_one_plan(tmp_path, monkeypatc
     printed = capfd.readouterr().err
     assert "1: random/llama · needle · seed 0 · 4 alone: snapkv 0.5, 0.2; tova 0.5, 0.2" in printed
     assert printed.count("cell by cell") == 1
-    found = config.with_launcher(["-m", "experiment=demo", "dry=true"], config.folder())
+    found = config.with_launcher(["-m", "experiment=efficiency", "dry=true"], config.folder())
     assert found[-2:] == ["hydra/launcher=shared", "hydra.launcher.share=false"]
 
 

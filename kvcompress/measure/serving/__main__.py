@@ -88,7 +88,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvcompress.serving", description=(__doc__ or "").strip())
+    parser = argparse.ArgumentParser(prog="kvcompress", description=(__doc__ or "").strip())
     commands = parser.add_subparsers(dest="command", required=True)
     add_hits(commands.add_parser("hits", help="hit rates of a trace by policy and room"))
     args = parser.parse_args(arguments)

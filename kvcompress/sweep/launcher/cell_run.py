@@ -9,6 +9,7 @@ from kvcompress.common.memory import is_oom
 from kvcompress.sweep import record, record_builder
 from kvcompress.sweep.baseline import fill_deltas
 from kvcompress.sweep.cell_spec import CellSpec
+from kvcompress.sweep.disk import written
 from kvcompress.sweep.faults import text_of
 from kvcompress.sweep.launcher.lock import Lock, locked
 from kvcompress.sweep.outcome import Outcome, last_line
@@ -168,12 +169,12 @@ class CellRun:
         """
         self.folder.arrange(self._order)
         rows = list(self.folder.rows().values())
-        written = record_builder.build(self.spec, rows, status, error, len(self._order), self._sanity)
-        with locked(self.spec.sweep / ".lock"):
-            self.folder.finish(record.readable_record(written))
+        built = record_builder.build(self.spec, rows, status, error, len(self._order), self._sanity)
+        with written(self.folder.path / "record.json"), locked(self.spec.sweep / ".lock"):
+            self.folder.finish(record.readable_record(built))
             fill_deltas(self.spec.sweep, self.spec.run_id)
-        written = self.folder.record() or written
-        return self.set_outcome(written["status"], written, last_line(written["error"]), fresh=True)
+        found = self.folder.record() or built
+        return self.set_outcome(found["status"], found, last_line(found["error"]), fresh=True)
 
     def fail(self, fault: BaseException) -> Outcome:
         """Close the cell that `fault` ended; its traceback goes into the record. Raises no exception."""

@@ -19,6 +19,7 @@ from kvcompress.sweep.launcher.cell_run import CellRun
 from kvcompress.sweep.launcher.grouping import CellGroup, listed
 from kvcompress.sweep.launcher.model_pool import ModelPool
 from kvcompress.sweep.launcher.sample import samples_of
+from kvcompress.sweep.outcome import nothing_to_do
 
 SHORT, LONG = 128, 512  # tokens of the calibration's prompts
 STEPS = 8  # decoded tokens of the calibration
@@ -79,7 +80,11 @@ def estimate(groups: Sequence[CellGroup], models: ModelPool, console: Console) -
         if id(model) not in speeds:
             speeds = {id(model): calibrate(model)}
         row.add(todo, samples, speeds[id(model)])
-    show(list(rows.values()), console)
+    cells = [cell for group in groups for cell in group.cells]
+    if cells and not faults and not any(row.todo for row in rows.values()):
+        console.print(nothing_to_do(len(cells)), highlight=False, markup=False)
+    else:
+        show(list(rows.values()), console)
     return faults
 
 

@@ -72,7 +72,7 @@ class SharedLauncher(Launcher):
         # Hydra hands a launcher nothing but the task function: what runs many cells at once is an attribute of it
         self.sweep, self.listen = (getattr(task_function, name, None) for name in ("sweep", "listen"))
         if self.sweep is None:
-            raise ValueError("hydra/launcher=shared runs kvcompress's own cells: use scripts/run.py")
+            raise ValueError("hydra/launcher=shared runs kvcompress's own cells: use kvcompress run")
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the cells.

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from kvcompress.common.text import PlainConsole
+from kvcompress.hook.session import keeps_all
 from kvcompress.method.budget import NotTogether
 from kvcompress.sweep.cell_spec import CellSpec
 from kvcompress.sweep.disk import DiskFull
@@ -64,7 +65,7 @@ class Scheduler:
         try:
             self._sweep(configs, options or Options(), elsewhere)
         except DiskFull as error:
-            note = f"{error}: what is finished is kept, the same command goes on when there is room"
+            note = f"{error}: {error.advice}"
             self._settle(Outcome("", configs[0].budget, "full", note=note))
         return self.outcomes[first:]
 
@@ -181,7 +182,7 @@ class Scheduler:
         method, text = spec.method, ""
         if method.limited and isinstance(method.budget, int) and method.budget == 1:
             text = "budget=1 is one token per head; no limit is budget=1.0"
-        if method.budget_kind == "held_tokens" and not method.limited and method.parts().scorer is not None:
+        if keeps_all(method):
             text = "budget=1.0 evicts nothing; a share such as budget=0.25 does"
         if text:
             self.console.print(text, style="yellow", markup=False)

@@ -20,6 +20,24 @@ ORDER = ("running", "failed", "oom", "partial", "missing", "stale", "inactive", 
 STYLE = {"failed": "red", "oom": "red", "running": "cyan", "ok": "green"}
 
 
+def sweep_folder(name: str, results: str = "results") -> Path:
+    """The folder of a sweep given as a path, or as the name it has under `results` (`paths.results`)."""
+    given = Path(name)
+    beside = Path(results) / name
+    try:
+        return beside if not given.is_dir() and beside.is_dir() else given
+    except (OSError, ValueError):  # a name that no folder can have; who reads it says so
+        return given
+
+
+def sweeps_of(results: str) -> list[str]:
+    """Names of the sweeps under a folder of results."""
+    place = Path(results)
+    found = {path.parent.relative_to(place) for path in place.rglob("sweep.json")}
+    found |= {path.parent.parent.relative_to(place) for path in place.rglob("*/*/record.json")}
+    return sorted(str(path) for path in found)
+
+
 def cells_of(sweep: Path) -> list[dict[str, Any]]:
     """One entry per cell: `run_id status samples score note` and what the sweep noted of it.
 
@@ -31,7 +49,9 @@ def cells_of(sweep: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:  # a name that the file system cannot hold
         raise ValueError(f"status={str(sweep)[:60]}…: {getattr(error, 'strerror', None) or error}") from None
     if not there:
-        raise ValueError(f"status={sweep}: no such folder; give the folder of a sweep, such as results/default")
+        raise ValueError(
+            f"status={sweep}: no such folder; give a sweep's name under paths.results, or its folder, such as results/default"
+        )
     noted = noted_cells(sweep)
     found = {path.parent.name for pattern in ("*/record.json", "*/config.yaml") for path in sweep.glob(pattern)}
     if not noted and not found:
