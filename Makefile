@@ -17,13 +17,14 @@ STAMP := $(VENV)/.kvcompress-installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env wheel demo test test-long mutants lint format clean distclean
+.PHONY: help env wheel demo test test-long mutants lint format docs clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    environment, embedded model, a small sweep, a leaderboard (a few minutes)"
 	@echo "make test    environment, linters, the test suite (make test-long: with all that is marked long)"
 	@echo "make lint    ruff, mypy and the order of imports   make format   ruff's formatter and import order"
+	@echo "make docs    the documentation as a site in build/site; a warning is an error"
 	@echo "make mutants thirty small faults put into the core, which the test suite has to notice (an hour)"
 	@echo "make wheel   dist/*.whl: stands alone, pip install it anywhere"
 	@echo "make clean   build outputs and caches   make distclean   also the environment $(VENV)"
@@ -53,6 +54,12 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) scripts/lint_imports.py
+
+docs: $(STAMP)
+	@$(PY) -c "import material, mkdocstrings, mkdocs_jupyter" 2>/dev/null || \
+	  $(PY) -m pip install -c $(VENV)/constraints.txt -e ".[docs]"
+	$(PY) scripts/method_table.py --check
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 format: $(STAMP)
 	$(PY) -m ruff check --select I --fix .

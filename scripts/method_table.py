@@ -1,7 +1,7 @@
-"""Write the table of methods to docs/methods.md and into README.md.
+"""Write the generated pages: docs/methods.md, the table in docs/method_parts.md, and docs/configuration.md.
 
-python scripts/method_table.py            write both
-python scripts/method_table.py --check    exit code 1 if either is not what would be written
+python scripts/method_table.py            write them
+python scripts/method_table.py --check    exit code 1 if one is not what would be written
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(arguments)
 
-    from kvcompress.sweep import method_table
+    from kvcompress.sweep import configuration_page, method_table
 
-    readme, page = ROOT / "README.md", ROOT / "docs" / "methods.md"
+    short, full, keys = (ROOT / "docs" / name for name in ("method_parts.md", "methods.md", "configuration.md"))
     try:
         texts = {
-            readme: method_table.inserted(readme.read_text(encoding="utf-8"), method_table.short_table()),
-            page: method_table.page(),
+            short: method_table.inserted(short.read_text(encoding="utf-8"), method_table.short_table()),
+            full: method_table.page(),
+            keys: configuration_page.page(),
         }
     except ValueError as error:
         print(f"method_table: {error}", file=sys.stderr)

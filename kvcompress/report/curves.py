@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,7 @@ from kvcompress.report.external import external_points
 from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, by_model, several
 from kvcompress.report.series import (
-    COLOURS,
     CONTEXT,
-    MARKERS,
     Record,
     Series,
     by_family,
@@ -26,6 +24,7 @@ from kvcompress.report.series import (
     spread,
     unlimited,
 )
+from kvcompress.report.styles import Style, styles
 from kvcompress.sweep.baseline import is_baseline
 
 FLOOR = 1e-6  # divergences below are rounding of float32 logits
@@ -71,8 +70,7 @@ class End(NamedTuple):
     """A line as its label needs it: its last point and its mean."""
 
     name: str
-    colour: str
-    marker: str
+    look: Style
     x: float
     y: float
     mean: float
@@ -172,6 +170,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     names = {one.name: one for panel in panels for one in panel.lines}
     lines = sorted(names.values(), key=lambda one: (one.family, one.name))
     families = by_family(lines)
+    looks = styles(names)
     height = 2.7
     size = (5.9 * len(panels), height * len(families) + 0.7)
     figure, grid = plt.subplots(len(families), len(panels), figsize=size, layout="constrained", squeeze=False)
@@ -181,7 +180,7 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
             axes = grid[line][column]
             drawn = {one.name: one for one in panel.lines}
             wanted = [(one.name, drawn.get(one.name)) for one in members]
-            _paint(axes, panel, wanted, bounds, height)
+            _paint(axes, panel, wanted, bounds, height, looks)
             axes.set_title(for_figure(name), fontsize=SIZE + 1, loc="left")
             if line == 0:
                 axes.set_title(f"{for_figure(panel.title)}\n\n{for_figure(name)}", fontsize=SIZE + 1, loc="left")
@@ -193,16 +192,39 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
 
 
 def limits(panel: Panel) -> tuple[float, float]:
-    """Limits of y, the same for all families."""
+    """Limits of y, the same for all families: of scores what the points and their intervals take, in steps of a tenth."""
     if not panel.log_y:
-        return -0.03, 1.05
+        return fitted(panel)
     values = [y for one in panel.lines for _, y, r in panel.points(one) if y > 0 and not unlimited(r)]
     low = max(FLOOR, 10 ** math.floor(math.log10(min(values)))) if values else FLOOR
     return low, 2 * max([*values, 10 * low])
 
 
+def fitted(panel: Panel) -> tuple[float, float]:
+    """The part of 0 to 1 that scores and their intervals take, with room above and below."""
+    points = [record for one in panel.lines for _, _, record in panel.points(one)]
+    if panel.baseline is not None:
+        points.append(panel.baseline)
+    found = [
+        float(value) for record in points for value in (panel.y(record), *_ends(panel, record)) if value is not None
+    ]
+    low = math.floor(10 * min(found, default=0.0) + 1e-9) / 10
+    high = math.ceil(10 * max(found, default=1.0) - 1e-9) / 10
+    room = 0.04 * max(high - low, 0.1)
+    return low - room, high + room
+
+
+def _ends(panel: Panel, record: Record) -> tuple[Any, ...]:
+    return tuple(record.get(key) for key in panel.band or ())
+
+
 def _paint(
-    axes: Any, panel: Panel, members: Sequence[tuple[str, Series | None]], bounds: tuple[float, float], height: float
+    axes: Any,
+    panel: Panel,
+    members: Sequence[tuple[str, Series | None]],
+    bounds: tuple[float, float],
+    height: float,
+    looks: Mapping[str, Style],
 ) -> None:
     low, high = bounds
     names = {name for name, _ in members}
@@ -217,28 +239,29 @@ def _paint(
     base = panel.baseline
     if base is not None and panel.y(base) is not None:
         if not panel.log_y:
-            axes.axhline(panel.y(base), color="#555555", lw=0.8, ls=(0, (4, 3)), zorder=1)
+            name_full(axes, panel.y(base))
         if panel.bytes_x and panel.x(base):
             axes.axvline(panel.x(base) / 1e6, color="#555555", lw=0.8, ls=(0, (4, 3)), zorder=1)
             axes.text(panel.x(base) / 1e6, 0.1, "full ", fontsize=SIZE - 1, color="#555555", ha="right",
                       transform=axes.get_xaxis_transform())  # fmt: skip
     ends: list[End] = []
-    for number, (name, one) in enumerate(members):
+    for name, one in members:
         found = panel.points(one) if one is not None else []
         if one is None or not found:
             continue
-        colour, marker = COLOURS[number], MARKERS[number]
+        look = looks[name]
+        colour = look.colour
         xs = [x for x, _, _ in found]
         ys = [max(y, low) for _, y, _ in found]
         style = {"lw": 1.5} if one.ordered else {"lw": 0}
-        axes.plot(xs, ys, color=colour, marker=marker, ms=3.5, zorder=3, **style)
+        axes.plot(xs, ys, ms=3.5, zorder=3, **look.line() | style)
         draw_band(axes, panel, found, colour, one.ordered)
         if not panel.bytes_x:
             for x, y, record in found:
                 if _nominal(record) and abs(x - record["budget"]) > 0.01:
                     axes.plot([record["budget"], x], [max(y, low)] * 2, color=colour, lw=0.6, zorder=2)
                     axes.plot([record["budget"]], [max(y, low)], marker="|", ms=5, color=colour, zorder=2)
-        ends.append(End(name, colour, marker, xs[-1], ys[-1], fmean(y for _, y, _ in found)))
+        ends.append(End(name, look, xs[-1], ys[-1], fmean(y for _, y, _ in found)))
     axes.plot(
         [x for x, _, _ in panel.others], [y for _, y, _ in panel.others], color=OTHERS, marker="x", ms=4, lw=0, zorder=2
     )
@@ -248,6 +271,13 @@ def _paint(
         )
     label_ends(axes, ends, height, panel.log_y)
     light_axes(axes, SIZE, "y")
+
+
+def name_full(axes: Any, score: float) -> None:
+    """A dashed line at the score of the full cache, with its name."""
+    axes.axhline(score, color="#555555", lw=0.8, ls=(0, (4, 3)), zorder=1)
+    axes.annotate("full", (0, score), xytext=(3, -3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                  fontsize=SIZE - 1, color="#555555", va="top")  # fmt: skip
 
 
 def draw_band(axes: Any, panel: Panel, found: Sequence[tuple[float, float, Record]], colour: str, joined: bool) -> None:
@@ -288,7 +318,9 @@ def _scale_x(axes: Any, panel: Panel) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
     else:
-        axes.set_xlim(max([1.0, *found]) + 0.02, min([*found, 0.05]) - 0.02)
+        high, low = max(found, default=1.0), min(found, default=0.0)
+        room = 0.03 * max(high - low, 0.1)
+        axes.set_xlim(high + room, max(low - room, 0.0))
         axes.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.0f}%")
 
 
@@ -306,19 +338,27 @@ def label_ends(axes: Any, ends: Sequence[End], height: float, tied: bool) -> Non
         best = sorted(ends, key=lambda end: (-end.mean, end.name))
         wanted = [0.95 - gap * best.index(end) for end in ends]
     for end, place in zip(ends, spread(wanted, gap, 0.0, 1.0), strict=True):
-        line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "alpha": 0.6, "shrinkA": 4, "shrinkB": 2}
+        line = {
+            "arrowstyle": "-",
+            "color": end.look.colour,
+            "lw": 0.5,
+            "alpha": 0.6,
+            "shrinkA": 8,
+            "shrinkB": 2,
+            "relpos": (0, 0.5),
+        }
         axes.annotate(
             for_figure(end.name),
             (end.x, end.y),
             xytext=(1.06, place),
             textcoords="axes fraction",
-            color=end.colour,
+            color=end.look.colour,
             fontsize=SIZE,
             va="center",
             annotation_clip=False,
             arrowprops=line if tied else None,
         )
-        axes.plot([1.04], [place], transform=axes.transAxes, clip_on=False, color=end.colour, marker=end.marker, ms=3.5)
+        axes.plot([1.04], [place], transform=axes.transAxes, clip_on=False, ms=4.5, mew=1.0, **end.look.line())
 
 
 # ---------------------------------------------------------------------- by position

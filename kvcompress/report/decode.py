@@ -13,7 +13,7 @@ from typing import Any
 from kvcompress.common.text import for_figure
 from kvcompress.report.figure import plotting, save, wrapped
 from kvcompress.report.run_index import Entry, label, ordered
-from kvcompress.report.series import COLOURS
+from kvcompress.report.styles import COLOURS
 
 SHORTEST = 256  # tokens an output needs for its speed to be drawn
 STRETCH = 64  # tokens whose median is one point

@@ -9,25 +9,18 @@ from statistics import fmean
 from typing import Any
 
 from kvcompress.common.text import for_figure
-from kvcompress.report.curves import SIZE, End, Panel, about, get, label_ends, limits, y_axis
+from kvcompress.report.curves import SIZE, End, Panel, about, get, label_ends, limits, name_full, y_axis
 from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, by_model
-from kvcompress.report.series import MARKERS, Record, series, unlimited
+from kvcompress.report.series import Record, series, unlimited
+from kvcompress.report.styles import styles
 
-KINDS = {
-    "eviction": "#0072B2",
-    "low rank": "#009E73",
-    "quantisation": "#D55E00",
-    "low rank and quantisation": "#E69F00",
-    "eviction and another form": "#CC79A7",
-    "pages": "#56B4E9",
-}
 FEWER = ("lowrank", "think", "gqapool")  # codecs that hold fewer numbers, not shorter ones
 TICKS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.06, 0.03)
 
 
 def kind(record: Record) -> str:
-    """What saves the bytes of a record, a key of `KINDS`."""
+    """What saves the bytes of a record."""
     codec, evicts = str(record.get("parts.codec")), record.get("parts.scorer") not in (None, "none")
     if record.get("parts.reader") not in (None, "all"):
         return "pages"
@@ -67,9 +60,6 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     figure, grid = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for axes, panel in zip(grid[0], panels, strict=True):
         _paint(axes, panel, height)
-    shown = [name for name in KINDS if any(name in _kinds(panel.records) for panel in panels)]
-    handles = [plt.Line2D([], [], color=KINDS[name], lw=2) for name in shown]
-    figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=SIZE, frameon=False)
     suptitle(figure, title)
     return figure
 
@@ -89,18 +79,17 @@ def _paint(axes: Any, panel: Panel, height: float) -> None:
     axes.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.4g}%")
     base = panel.baseline
     if base is not None and not panel.log_y and panel.y(base) is not None:
-        axes.axhline(panel.y(base), color="#555555", lw=0.8, ls=(0, (4, 3)), zorder=1)
-    ends, used = [], dict.fromkeys(KINDS, 0)
+        name_full(axes, panel.y(base))
+    ends, looks = [], styles(one.name for one in lines)
     for one in lines:
         found = [(x, max(y, low if panel.log_y else y), r) for x, y, r in panel.points(one) if not unlimited(r)]
         if not found:
             continue
-        what = kind(found[0][2])
-        marker, used[what] = MARKERS[used[what] % len(MARKERS)], used[what] + 1
+        look = looks[one.name]
         xs, ys = [x for x, _, _ in found], [y for _, y, _ in found]
         style = {"lw": 1.5} if one.ordered else {"lw": 0}
-        axes.plot(xs, ys, color=KINDS[what], marker=marker, ms=4.5, zorder=3, **style)
-        ends.append(End(one.name, KINDS[what], marker, xs[-1], ys[-1], fmean(ys)))
+        axes.plot(xs, ys, ms=4.5, zorder=3, **look.line() | style)
+        ends.append(End(one.name, look, xs[-1], ys[-1], fmean(ys)))
     label_ends(axes, ends, height, panel.log_y)
     axes.set_title(for_figure(panel.title), fontsize=SIZE + 1, loc="left")
     axes.set_xlabel(panel.x_label, fontsize=SIZE)

@@ -21,6 +21,7 @@ from kvcompress.report.frame import MEASURED, measured
 from kvcompress.report.heatmap import grid
 from kvcompress.report.run_index import Loaded, named, ordered
 from kvcompress.report.series import series
+from kvcompress.report.styles import styles
 from kvcompress.report.table import title
 from kvcompress.sweep.baseline import is_baseline
 
@@ -75,7 +76,7 @@ def build(
     commands: Commands,
     visit: Callable[[str, str, str, list[Record]], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """The whole of the page's data: {"rows", "groups", "suites", "skipped", "shapes": one mapping per group}.
+    """The whole of the page's data: {"rows", "groups", "suites", "skipped", "styles", "shapes": one mapping per group}.
 
     Args:
         visit: called for each run with the name of its file, sweep, pair and samples, which are read once for all.
@@ -143,7 +144,14 @@ def build(
         "suites": [_suite(table) for table in suites(rows)],
         "skipped": list(found.damaged),
         "shapes": shapes,
+        "styles": looks(shown),
     }
+
+
+def looks(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Colour, marker, hollow and dash of each name that a row or a suite has, as in every other figure."""
+    found = styles({str(row[key]) for row in rows for key in ("name", "method") if row.get(key)})
+    return {name: [look.place, look.marker, look.hollow, look.dash] for name, look in found.items()}
 
 
 def _place(row: Record) -> tuple[Any, ...]:

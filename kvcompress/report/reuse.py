@@ -19,7 +19,8 @@ from kvcompress.common.text import cell, for_figure, for_markdown
 from kvcompress.report.curves import FLOOR, SIZE, about
 from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry
-from kvcompress.report.series import COLOURS, MARKERS, Record
+from kvcompress.report.series import Record
+from kvcompress.report.styles import styles
 
 WAYS = {"full": "full prefill", "prefix": "prefix reuse"}
 _RATIO = re.compile(r"\b(?:prefill\.)?ratio=([0-9.]+(?:e-?[0-9]+)?)\s*")
@@ -198,9 +199,10 @@ def _figure(group: Sequence[Record], title: str) -> Any:
 
 def _paint(axes: Any, group: Sequence[Record], y: Callable[[Record], float]) -> None:
     """A line per method and setting through its ratios, each point named by its ratio."""
-    for number, label in enumerate(dict.fromkeys(map(name, group))):
+    looks = styles(map(name, group))
+    for label in dict.fromkeys(map(name, group)):
         members = [record for record in group if name(record) == label]
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        look = looks[label].line()
         xs, ys = [r["metrics.ttft_s"] for r in members], [y(r) for r in members]
         spread = [
             [r["metrics.ttft_s"] - r["metrics.ttft_s.q1"] for r in members],
@@ -210,17 +212,16 @@ def _paint(axes: Any, group: Sequence[Record], y: Callable[[Record], float]) -> 
             xs,
             ys,
             xerr=spread,
-            color=colour,
-            marker=marker,
             ms=4,
             lw=1.3,
             elinewidth=0.8,
             label=for_figure(label),
             zorder=3,
+            **look,
         )
         for record, x, at in zip(members, xs, ys, strict=True):
             axes.annotate(
-                f"{ratio(record):g}", (x, at), (4, 5), textcoords="offset points", fontsize=SIZE, color=colour
+                f"{ratio(record):g}", (x, at), (4, 5), textcoords="offset points", fontsize=SIZE, color=look["color"]
             )
 
 

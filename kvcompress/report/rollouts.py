@@ -12,9 +12,9 @@ from kvcompress.common.text import for_figure
 from kvcompress.report import stats
 from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry, label, ordered
-from kvcompress.report.series import COLOURS, MARKERS, Record
+from kvcompress.report.series import Record
+from kvcompress.report.styles import styles
 
-MORE = ("#8B5E3C", "#7A7A7A", "#6A3D9A")  # of methods beyond the palette
 CURVES = (("metrics.curve_q50", "median of Δ"), ("metrics.curve_q1", "1% quantile of Δ"))
 
 
@@ -115,15 +115,15 @@ def _draw(records: Sequence[Record], title: str, path: Path) -> None:
     plt = plotting()
     figure, panels = plt.subplots(2, 2, figsize=(11.0, 8.0), layout="constrained")
     names = sorted({str(record["method"]) for record in records}, key=lambda name: (name != "full", name))
-    look = dict(zip(names, zip(cycle((*COLOURS, *MORE)), cycle(MARKERS), strict=False), strict=False))
+    looks = styles(names)
     budgets = sorted({float(record["budget"]) for record in records}, reverse=True)
-    styles = dict(zip(budgets, cycle(("-", "--", ":")), strict=False))
+    dashes = dict(zip(budgets, cycle(("-", "--", ":")), strict=False))
     for (key, about), axes in zip(CURVES, panels[0], strict=True):
         for record in records:
             at, values = record["metrics.curve_position"], record.get(key) or []
             points = [(x, y) for x, y in zip(at, values, strict=False) if y is not None]
-            colour, _ = look[str(record["method"])]
-            style = styles[float(record["budget"])]
+            colour = looks[str(record["method"])].colour
+            style = dashes[float(record["budget"])]
             if points:
                 axes.plot(
                     *zip(*points, strict=True),
@@ -137,14 +137,14 @@ def _draw(records: Sequence[Record], title: str, path: Path) -> None:
     weighing, paying = panels[1]
     for name in names:
         own = [record for record in records if record["method"] == name]
-        colour, marker = look[name]
+        look = looks[name].line()
         for axes, x, y in (
             (weighing, "budget", "metrics.gap_ess_token"),
             (paying, "metrics.bytes_group", "metrics.reward_mean"),
         ):
             points = sorted((float(r[x]), float(r[y])) for r in own if r.get(x) is not None and r.get(y) is not None)
             if points:
-                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, linewidth=1)
+                axes.plot(*zip(*points, strict=True), markersize=5, linewidth=1, **look)
     weighing.set_xlabel("budget")
     weighing.set_ylabel("effective share of samples (truncated token weights)")
     paying.set_xlabel("bytes of a group, shared storage once (MiB)")

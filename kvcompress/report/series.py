@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcompress.report.run_index import named
+from kvcompress.report.styles import COLOURS
 from kvcompress.sweep.baseline import is_baseline
 from kvcompress.sweep.record import FINISHED
 
 Record = dict[str, Any]
 
-# Okabe and Ito's palette, told apart with every kind of colour vision; yellow is left out, too pale for a line
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 CONTEXT = "#d9d9d9"  # lines of other families, to compare with
 KEYS = ("method", *(f"parts.{part}" for part in "scorer allocator codec prefill reader schedule preset".split(" ")))
 

@@ -12,11 +12,10 @@ from typing import Any
 from kvcompress.common.text import for_csv, for_figure, for_markdown
 from kvcompress.report.figure import figure_stem, light_axes, plotting, save, suptitle
 from kvcompress.report.run_index import Entry
-from kvcompress.report.series import COLOURS, MARKERS
+from kvcompress.report.styles import COLOURS, styles
 
 Row = dict[str, Any]
 SIZE = 8
-STYLES = ("-", "--", ":")
 FULL = "full"
 
 
@@ -176,17 +175,10 @@ def _panels(rows: Sequence[Row], height: float = 4.0) -> tuple[Any, list[Any]]:
     return figure, list(axes[0])
 
 
-def _style(methods: Sequence[str], method: str) -> dict[str, Any]:
-    """The full cache in black, others in colours, with another line once these are used up."""
-    if method.startswith(FULL):
-        return {"color": "black", "marker": "o", "ls": "-", "lw": 2.0}
-    place = [one for one in methods if not one.startswith(FULL)].index(method)
-    colours = COLOURS[:-1]
+def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Arguments of `plot` by method; the full cache in a thicker line."""
     return {
-        "color": colours[place % len(colours)],
-        "marker": MARKERS[(place + 1) % len(MARKERS)],
-        "ls": STYLES[place // len(colours) % len(STYLES)],
-        "lw": 1.3,
+        method: look.line() | {"lw": 2.0 if look.place is None else 1.3} for method, look in styles(methods).items()
     }
 
 
@@ -214,7 +206,7 @@ def _hits(rows: Sequence[Row], note: str) -> Any:
                 row["curve"]["hit"],
                 ms=4,
                 label=label,
-                **_style(methods, method),
+                **_looks(methods)[method],
             )
         limits = {"any prefix": of[0]["unlimited"]}
         whole = next((row["own_unlimited"] for row in of if row["reuse"] == "whole"), None)
@@ -246,7 +238,7 @@ def _goodput(rows: Sequence[Row], note: str) -> Any:
             of = sorted((r for r in rows if r["trace"] == trace and name(r) == method), key=lambda r: r["memory_bytes"])
             if of:
                 xs, ys = [row["memory_bytes"] / 2**30 for row in of], [row["goodput"] for row in of]
-                axes.plot(xs, ys, ms=4, label=for_figure(f"{method} ({of[0]['reuse']})"), **_style(methods, method))
+                axes.plot(xs, ys, ms=4, label=for_figure(f"{method} ({of[0]['reuse']})"), **_looks(methods)[method])
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("memory for caches (GiB)", fontsize=SIZE)
@@ -265,7 +257,7 @@ def _first_tokens(rows: Sequence[Row], note: str) -> Any:
         of = [row for row in rows if row["trace"] == trace and row["memory_bytes"] == at]
         for row in of:
             shares = [index / (len(row["quantiles"]) - 1) for index in range(len(row["quantiles"]))]
-            style = _style(methods, name(row)) | {"marker": ""}
+            style = _looks(methods)[name(row)] | {"marker": ""}
             axes.plot([max(1e-4, value) for value in row["quantiles"]], shares, label=for_figure(name(row)), **style)
         axes.axvline(of[0]["ttft_target"], color="#555555", lw=0.9, ls=":")
         axes.annotate("target", (of[0]["ttft_target"], 0.02), (3, 0), textcoords="offset points", fontsize=SIZE - 1)

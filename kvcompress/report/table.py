@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from kvcompress.common.text import PlainConsole, cell, for_csv, for_markdown
@@ -108,7 +108,16 @@ RATIOS: tuple[tuple[str, str], ...] = (
     ("goodput ×", "metrics.ratio_goodput_rate"),
 )
 AA = ("metrics.ratio_aa_ttft", "metrics.ratio_aa_tpot")  # the full cache measured twice, by its own first figure
+# which way is better, at the heading
+BETTER = {
+    **dict.fromkeys(("score", "Δ full", "ESS", "served ×", "goodput ×", *(name for name, _ in BUCKETS)), "↑"),
+    **dict.fromkeys(("KV bytes", "TTFT", "TPOT", "KL", "perplexity", "gap k3", "reject", "MiB/group"), "↓"),
+    **dict.fromkeys(("TTFT ×", "TPOT ×", "peak ×", "steady ×", "reads"), "↓"),
+}
+PIPE = 1000  # characters of a line where there is no terminal: nothing is wrapped or cut for the sake of a width
+SENTENCE = 120  # characters of a line of text below a table
 LEGEND = (
+    "↑ more is better, ↓ less · "
     "score: mean and its 95% interval, 0 to 1 · Δ full: paired difference on the same samples · KV bytes: measured keys, "
     "values and positions on the device after compression, as a share of what the full cache holds; of readers of pages in "
     "decode, bounds and tables included"
@@ -130,6 +139,11 @@ GAP_LEGEND = (
     "ratio is below 0.001 · ESS: effective share of tokens after truncated weights · MiB/group: samples of a prompt, "
     "shared storage once"
 )
+
+
+def heading(name: str, gap: str = " ") -> str:
+    """A column's name with an arrow that says which way is better."""
+    return f"{name}{gap}{BETTER[name]}" if name in BETTER else name
 
 
 def legend(records: Iterable[Record]) -> str:
@@ -200,7 +214,7 @@ def on_board(record: Record) -> bool:
 def terminal() -> Console:
     """A console for tables: a pipe or a file has no width of its own, so nothing is cut for its sake."""
     console = PlainConsole()
-    return console if console.is_terminal else PlainConsole(width=max(console.width, 110))
+    return console if console.is_terminal else PlainConsole(width=max(console.width, PIPE))
 
 
 def leaderboard(records: Iterable[Record], console: Console, with_legend: bool = True) -> None:
@@ -216,7 +230,7 @@ def leaderboard(records: Iterable[Record], console: Console, with_legend: bool =
 
 def print_legend(records: Iterable[Record], console: Console) -> None:
     """Print what the columns of the tables of these records mean: once, however many tables there are."""
-    console.print(legend(records), style="dim")
+    console.print(legend(records), style="dim", width=min(console.width, SENTENCE))
 
 
 def labelled(group: Sequence[Record]) -> list[Record]:
@@ -249,7 +263,8 @@ def _print(group: Sequence[Record], console: Console) -> None:
     shown = [(name, show) for name, show in columns(group) if name not in hidden]
     for name, _ in shown:
         # numbers must never be cut: a narrow terminal wraps the notes
-        table.add_column(name, justify="left" if name in ("method", "notes") else "right", no_wrap=name != "notes")
+        side: JustifyMethod = "left" if name in ("method", "notes") else "right"
+        table.add_column(heading(name, ""), justify=side, no_wrap=name != "notes")
     group = labelled(group)
     scores = [r["score"] for r in group if on_board(r) and r.get("baseline") != r["run_id"]]
     best = max(scores, default=None)
@@ -263,7 +278,7 @@ def _print(group: Sequence[Record], console: Console) -> None:
         table.add_row(*cells)
     console.print(table)
     if power := power_line(group):
-        console.print(cell(power, "dim"))
+        console.print(cell(power, "dim"), width=min(console.width, SENTENCE))
 
 
 def power_line(group: Sequence[Record]) -> str | None:
@@ -307,7 +322,7 @@ def leaderboard_markdown(groups: Iterable[Sequence[Record]]) -> str:
         every += group
         lines += [f"### {for_markdown(title(group[0]))}", ""]
         shown = columns(group)
-        lines.append("| " + " | ".join(name for name, _ in shown) + " |")
+        lines.append("| " + " | ".join(heading(name) for name, _ in shown) + " |")
         lines.append("|" + "|".join(" :--- " if name in ("method", "notes") else " ---: " for name, _ in shown) + "|")
         for record in labelled(_split(group)):
             cells = [

@@ -11,7 +11,7 @@ from kvcompress.measure.offload_cost_model import modelled
 from kvcompress.measure.tiers import dimensions, entry, figures, path
 from kvcompress.measure.transfers import threshold
 from kvcompress.report.figure import light_axes, plotting, save, suptitle
-from kvcompress.report.series import COLOURS
+from kvcompress.report.styles import COLOURS
 
 SIZE = 8
 PIECES = [4096 * 2**power for power in range(15)]  # bytes: 4 KiB to 64 MiB

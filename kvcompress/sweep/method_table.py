@@ -1,6 +1,6 @@
 """The tables of methods, allocators and codecs, made from what their classes say of themselves.
 
-`scripts/method_table.py` writes them to `docs/methods.md` and, shorter, into the README.
+`scripts/method_table.py` writes them to `docs/methods.md` and, shorter, into `docs/method_parts.md`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def ordered() -> dict[str, type[Method]]:
 
 
 def short_table() -> str:
-    """The README's table."""
+    """The table of `docs/method_parts.md`."""
     header = ("method", "keeps", "compresses", "needs", "other presets", "source")
     rows = [
         (f"`{name}`", cls.keeps, when(cls), needs(cls), presets(cls), cls.source.split(";")[0])

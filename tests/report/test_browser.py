@@ -302,7 +302,7 @@ def test_ranks_say_what_was_measured_and_what_joined(page, board):
     page.locator("#card-ranks").scroll_into_view_if_needed()
     page.select_option("#c-rank", "0.25")
     lines = [line.split() for line in page.locator("#card-ranks tbody tr").all_inner_texts()]
-    assert lines == [["1", "beta", "0.500", "measured"], ["2", "alpha", "0.000", "measured"]]
+    assert lines == [["1", "1–2", "beta", "0.500", "measured"], ["2", "1–2", "alpha", "0.000", "measured"]]
 
 
 def test_methods_are_drawn_in_colour_or_left_grey_as_chosen(page, board):
@@ -399,3 +399,79 @@ def test_the_page_of_a_report_gives_commands_that_are_short(browser, tmp_path):
         assert page.locator("code").inner_text() == (
             "kvcompress run model=tiny task=needle method=full budget=1.0 seed=0"
         )
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory) -> Path:
+    """80 runs of 40 made-up methods beside the full cache, without times."""
+    folder = tmp_path_factory.mktemp("crowd")
+    untimed = {"time.ttft_s": None, "time.tpot_s": None, "memory.prefill_peak": None, "memory.decode_peak": None}
+    run(folder / "r", "full", 1.0, [1.0] * 4, **untimed)
+    for number in range(40):
+        for budget in (0.5, 0.25):
+            scores = [float(i < number % 4) for i in range(4)]
+            run(folder / "r", f"made-up-{number:02}", budget, scores, **untimed)
+    return write_page(gather([folder / "r"]), folder / "board.html", title="synthetic").page
+
+
+def test_filters_and_order_stand_in_the_address_and_an_address_brings_them_back(page, board):
+    visit(page, board)
+    page.select_option("#f-method", "beta")
+    page.fill("#search", "hidden")
+    page.select_option("#f-sort", label="Score, highest first")
+    rows, address = column(page, "score"), page.evaluate("location.href")
+    assert rows == ["1.000", "0.500", "0.000"] and "method=beta" in address and "sort=-score" in address
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector("html[data-ready]", state="attached")
+    assert column(page, "score") == rows and page.locator("#f-method").input_value() == "beta"
+    assert page.locator("th[data-key=score]").get_attribute("aria-sort") == "descending"
+    page.get_by_role("link", name="Figures").click()
+    assert page.evaluate("location.href") == address
+    page.evaluate("location.hash = 'sort=ratio&method=nobody&budget=0.1'")
+    page.wait_for_function("document.querySelector('#f-sort').value === 'ratio'")
+    assert column(page, "budget") == ["0.1", "0.1"]
+    page.locator("#clear").click()
+    assert "=" not in page.evaluate("location.hash") and page.locator("[aria-sort]").count() == 0
+
+
+def test_a_column_in_which_no_run_has_a_value_is_left_out(page, board, crowd):
+    visit(page, board)
+    assert page.locator("th[data-key=tpot]").inner_text().startswith("Per token ↓")
+    visit(page, crowd)
+    keys = [th.get_attribute("data-key") for th in page.locator("#head th").all()]
+    assert keys == ["method", "budget", "score", "delta", "ratio", "read", "n"]
+
+
+def test_a_method_has_one_look_in_all_figures_whatever_else_is_drawn(page, board):
+    visit(page, board)
+    page.select_option("#f-protocol", "question seen")
+    page.select_option("#f-task", "needle")
+    look = """() => [...document.querySelectorAll('.card .plot')].map(n => KV.plots.live.get(n)).filter(Boolean)
+        .flatMap(c => c.getOption().series).filter(s => s.name === 'beta' && s.symbol.startsWith?.('path'))
+        .map(s => [s.itemStyle.color, s.symbol].join())"""
+    for card in ("budget", "pareto"):
+        page.locator(f"#card-{card}").scroll_into_view_if_needed()
+        page.wait_for_selector(f"#card-{card} svg")
+    first = page.evaluate(look)
+    assert len(first) >= 2 and len(set(first)) == 1
+    page.get_by_label("alpha", exact=True).uncheck()
+    assert set(page.evaluate(look)) == set(first)
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_names_of_forty_methods_do_not_lie_over_each_other(browser, crowd, width):
+    with opened(browser) as page:
+        page.set_viewport_size({"width": width, "height": 900})
+        visit(page, crowd)
+        page.evaluate(
+            "() => { let n; while ((n = document.querySelector('#methods input:not(:checked)'))) n.click(); }"
+        )
+        page.locator("#card-budget").scroll_into_view_if_needed()
+        page.wait_for_selector("#card-budget svg")
+        over = page.evaluate("""() => { const boxes = [...document.querySelectorAll('#card-budget .legend li')]
+                .map(n => n.getBoundingClientRect());
+            const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+            return [boxes.length, boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b => meet(a, b))).length]; }""")
+        assert over == [40, 0]
+        assert page.evaluate("document.documentElement.scrollWidth") == width

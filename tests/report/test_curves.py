@@ -9,7 +9,8 @@ from kvcompress.common import hashing
 from kvcompress.report import curves, iso_bytes
 from kvcompress.report.curves import by_budget, by_bytes, draw_curves
 from kvcompress.report.run_index import gather as load
-from kvcompress.report.series import COLOURS, MARKERS, by_family, family, series, spread
+from kvcompress.report.series import by_family, family, series, spread
+from kvcompress.report.styles import styles
 from kvcompress.sweep import record, record_schema
 
 BUDGETS = (1.0, 0.5, 0.1)
@@ -82,7 +83,9 @@ def test_families_follow_from_the_parts_and_the_baseline_is_no_line():
 def test_a_large_family_is_parted_so_that_no_two_lines_of_a_panel_look_alike():
     lines = series(made(f"m{number}", budget) for number in range(18) for budget in BUDGETS)
     panels = by_family(lines)
-    assert [len(members) for _, members in panels] == [6, 6, 6] and len(COLOURS) == len(MARKERS) == 7
+    assert [len(members) for _, members in panels] == [6, 6, 6] and len(
+        set(styles(one.name for one in lines).values())
+    ) == 18
     assert [one.name for _, members in panels for one in members] == sorted(f"m{number}" for number in range(18))
     assert len({title for title, _ in panels}) == 3
 

@@ -15,7 +15,7 @@ from kvcompress.report import figure, heatmap
 from kvcompress.report.heatmap import grid
 from kvcompress.report.run_index import gather as load
 from kvcompress.report.run_index import label
-from kvcompress.report.table import COLUMNS, leaderboard, leaderboard_markdown
+from kvcompress.report.table import COLUMNS, leaderboard, leaderboard_markdown, terminal
 from kvcompress.sweep import record, record_schema
 
 
@@ -167,7 +167,7 @@ def test_a_table_shows_scores_by_length_where_a_task_tells_them_and_a_dash_for_a
     make(tmp_path, "older", 0.5, 0.4)
     found = load([tmp_path])
     text = leaderboard_markdown(found.groups())
-    assert "| 0–4k | 4–8k |" in text and "| 8k+ |" not in text and "(LongBench-E)" in text
+    assert "| 0–4k ↑ | 4–8k ↑ |" in text and "| 8k+ ↑ |" not in text and "(LongBench-E)" in text
     assert "| 0.500 | 0.250 |" in text and "| – | – |" in text
     others = [entry.record for entry in found.entries if entry.record["method"] == "older"]
     assert "0–4k" not in leaderboard_markdown([others])
@@ -182,10 +182,10 @@ def test_a_table_shows_divergence_where_it_was_measured_and_no_times_where_there
     out = io.StringIO()
     leaderboard([entry.record for entry in found.entries], Console(file=out, width=120))
     lines = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line.split()}
-    assert lines["method"][3:7] == ["Δ", "full", "KL", "perplexity"] and "TTFT" not in lines["method"]
+    assert lines["method"][3:7] == ["Δ", "full↑", "KL↓", "perplexity↓"] and "TTFT" not in lines["method"]
     assert lines["good"][-4:-2] == ["0.0123", "1.23"] and lines["older"][-4:-2] == ["–", "–"]
     text = leaderboard_markdown(found.groups())
-    assert "| KL | perplexity |" in text and "in nats" in text
+    assert "| KL ↓ | perplexity ↓ |" in text and "in nats" in text
     assert "KL" not in leaderboard_markdown(
         [[entry.record for entry in found.entries if entry.record["method"] == "older"]]
     )
@@ -227,7 +227,9 @@ def test_figures_beside_the_full_caches_are_columns_where_a_task_has_them(result
     records = [entry.record for entry in load([results]).entries]
     with_ratios = [record | {"metrics.ratio_tpot": 0.514, "metrics.ratio_prefill_growth": None} for record in records]
     text = leaderboard_markdown([with_ratios])
-    assert "| TPOT × |" in text and "| 0.51 |" in text and "peak ×" not in text and "multiple of the full cache" in text
+    assert (
+        "| TPOT × ↓ |" in text and "| 0.51 |" in text and "peak ×" not in text and "multiple of the full cache" in text
+    )
     assert "TPOT ×" not in leaderboard_markdown([records]) and "multiple of the full cache" not in leaderboard_markdown(
         [records]
     )
@@ -237,5 +239,13 @@ def test_the_full_cache_against_itself_is_a_column_where_it_was_measured(results
     records = [entry.record for entry in load([results]).entries]
     again = {"metrics.ratio_ttft": 0.97, "metrics.ratio_aa_ttft": 1.012, "metrics.ratio_aa_tpot": 0.991}
     text = leaderboard_markdown([[record | again for record in records]])
-    assert "| TTFT × | A/A |" in text and "| 0.97 | 1.01, 0.99 |" in text and "full cache against itself" in text
+    assert "| TTFT × ↓ | A/A |" in text and "| 0.97 | 1.01, 0.99 |" in text and "full cache against itself" in text
     assert "A/A" not in leaderboard_markdown([[record | {"metrics.ratio_ttft": 0.97} for record in records]])
+
+
+def test_a_table_that_is_redirected_has_a_line_per_row_whatever_the_width(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    make(tmp_path, "full", 1.0, 1.0, scorer="none")
+    make(tmp_path, "m" * 120, 0.5, 1.0)
+    leaderboard([entry.record for entry in load([tmp_path]).entries], terminal())
+    assert any("m" * 120 in line and "%" in line for line in capsys.readouterr().out.splitlines())

@@ -32,8 +32,8 @@ def test_the_committed_tables_are_what_the_generator_makes(capsys):
 
 
 def test_every_method_has_one_row_in_both_tables():
-    readme = (ROOT / "README.md").read_text().partition("<!-- end of method table -->")[0]
-    for text in (readme, (ROOT / "docs" / "methods.md").read_text().split("## Alloc")[0]):
+    short = (ROOT / "docs" / "method_parts.md").read_text().partition("<!-- end of method table -->")[0]
+    for text in (short, (ROOT / "docs" / "methods.md").read_text().split("## Alloc")[0]):
         rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
         assert sorted(rows) == sorted(method_classes()) and rows[0] == "full"
 
@@ -126,8 +126,8 @@ def test_sources_are_linked():
 def test_check_fails_and_writes_nothing_where_a_table_is_old(tmp_path, monkeypatch, capsys):
     module = script()
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(f"{method_table.BEGIN}\nold\n{method_table.END}\n")
+    (tmp_path / "docs" / "method_parts.md").write_text(f"{method_table.BEGIN}\nold\n{method_table.END}\n")
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    assert module.main(["--check"]) == 1 and "old" in (tmp_path / "README.md").read_text()
+    assert module.main(["--check"]) == 1 and "old" in (tmp_path / "docs" / "method_parts.md").read_text()
     assert module.main([]) == 0 and module.main(["--check"]) == 0
     assert "docs/methods.md" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_the_page_runs_as_it_is_written(clone, run):
                 done = run(command, clone)
                 assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
                 assert "pytest" not in command or "passed" in done.stdout
-    assert "| `longkeys` |" in (clone / "README.md").read_text() and "longkeys" in done.stdout
+    assert "| `longkeys` |" in (clone / "docs" / "method_parts.md").read_text() and "longkeys" in done.stdout
 
 
 def test_the_page_fills_in_every_file_that_is_made():

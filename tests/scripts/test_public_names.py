@@ -33,7 +33,12 @@ def test_a_name_that_a_page_prints_can_be_imported(name):
     module, _, attribute = name.partition(":")
     if attribute:
         assert hasattr(importlib.import_module(module), attribute)
-    elif find_spec(module.rpartition(".")[0]) and find_spec(module) is None:  # a function or constant of a module
+        return
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # its parent is a module, and no package
+        found = None
+    if found is None:  # a function or constant of a module
         parent, _, last = module.rpartition(".")
         assert hasattr(importlib.import_module(parent), last)
 

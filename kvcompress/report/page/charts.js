@@ -2,8 +2,9 @@
 "use strict";
 KV.charts = (() => {
   const { data, el, get, option, unique, known } = KV;
-  const { style, axis, tip, narrow } = KV.plots;
-  const state = { group: null, slots: new Map(), pick: {} };
+  const { style, axis, tip, narrow, direct } = KV.plots;
+  const BANDS = 7; // bands of more lines than these are a smear
+  const state = { group: null, drawn: new Set(), pick: {} };
 
   const rowsOf = (group) => data.rows.filter((r) => r.g === group && r.ok);
   // where nothing is compressed the divergence is rounding, and has no place on a log scale
@@ -18,8 +19,8 @@ KV.charts = (() => {
   };
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
   const curve = (line, m) => line.map((r) => `${r.budget}:${known(r[m.key]) ? r[m.key].toFixed(3) : ""}`).sort().join();
-  const selected = (rows) => rows.filter((r) => r.base || state.slots.has(r.name));
-  const styleOf = (name) => (state.slots.has(name) ? style(state.slots.get(name)) : null);
+  const selected = (rows) => rows.filter((r) => r.base || state.drawn.has(r.name));
+  const styleOf = (name) => (state.drawn.has(name) ? style(name) : null);
   const floor = (v) => (measure().log ? Math.max(v, 1e-6) : v);
   const others = () => data.rows.filter((r) => r.origin !== "measured" && r.task === data.groups[state.group].task && known(r.score) && r.score <= 1);
 
@@ -44,9 +45,16 @@ KV.charts = (() => {
     return choice(id, "Budget", found.map((b) => [b, b]), found.includes("0.25") ? "0.25" : found[Math.floor(found.length / 2)]);
   };
   const atBudget = (id, rows) => selected(rows).filter((r) => r.base || KV.budget(r) === state.pick[id]);
-  const yAxis = () => {
-    const m = measure();
-    return axis({ type: m.log ? "log" : "value", name: m.label, nameGap: narrow() ? 34 : 44, ...(m.log ? {} : { min: 0, max: 1 }) });
+  /** The part of 0 to 1 that scores and their intervals take, in tenths. */
+  const scores = (rows) => {
+    const found = rows.flatMap((r) => [r.score, r.lo, r.hi]).filter(known);
+    return found.length ? [Math.max(0, Math.floor(10 * Math.min(...found) + 1e-9) / 10), Math.min(1, Math.ceil(10 * Math.max(...found) - 1e-9) / 10)] : [0, 1];
+  };
+  /** The part that shares take, in steps of a twentieth. */
+  const across = (values) => (values.length ? [Math.max(0, Math.ceil(20 * Math.min(...values) - 1) / 20), Math.ceil(20 * Math.max(...values) - 0.2) / 20] : [0, 1]);
+  const yAxis = (rows) => {
+    const m = measure(), [min, max] = scores(rows);
+    return axis({ type: m.log ? "log" : "value", name: `${m.label} ${m.better > 0 ? "↑" : "↓"}`, nameGap: narrow() ? 34 : 44, ...(m.log ? {} : { min, max: max > min ? max : min + 0.1 }) });
   };
 
   /* ---- score by budget */
@@ -67,32 +75,33 @@ KV.charts = (() => {
       const base = usable.find((r) => r.base);
       const curves = new Map([...lines(usable)].map(([name, line]) => [name, curve(line, m)]));
       const alike = (name) => {
-        const count = [...curves].filter(([other, text]) => other !== name && text === curves.get(name) && !state.slots.has(other)).length;
+        const count = [...curves].filter(([other, text]) => other !== name && text === curves.get(name) && !state.drawn.has(other)).length;
         return count ? ` +${count}` : "";
       };
       const series = [...lines(usable)].map(([name, line]) => {
         const s = styleOf(name);
         const points = [...line].sort((p, q) => q[x.key] - p[x.key]).map((r) => ({ value: [r[x.key], floor(r[m.key])], row: r }));
         return { name, type: "line", data: points, symbol: s ? s.symbol : "none", symbolSize: 7, z: s ? 3 : 1, silent: !s, showAllSymbol: true,
-          lineStyle: s ? { color: s.colour, width: 2, type: s.dash } : { color: KV.colour("faint"), width: 1 }, itemStyle: { color: s ? s.colour : KV.colour("faint") },
+          lineStyle: s ? { color: s.colour, width: 2, type: s.dash } : { color: KV.colour("faint"), width: 1 }, itemStyle: s ? s.item : { color: KV.colour("faint") },
           emphasis: { focus: "series" } };
       });
       const all = series.flatMap((one) => one.data.map((p) => p.value[1]));
-      const ends = series.filter((one) => state.slots.has(one.name) && one.data.length)
-        .map((one) => ({ name: one.name + alike(one.name), y: one.data[one.data.length - 1].value[1], colour: styleOf(one.name).colour, rank: mean(one.data.map((p) => p.value[1])) }));
-      series.push(KV.plots.names(ends, 0, m.log ? Math.min(...all) : 0, m.log ? Math.max(...all) : 1, m.log));
-      if (!m.log) for (const [name, line] of lines(usable)) {
+      const ends = series.filter((one) => state.drawn.has(one.name) && one.data.length)
+        .map((one) => ({ name: one.name + alike(one.name), y: one.data[one.data.length - 1].value[1], look: styleOf(one.name), colour: styleOf(one.name).colour, rank: mean(one.data.map((p) => p.value[1])) }));
+      const [left, right] = across(usable.filter((r) => !r.base).map((r) => r[x.key])), [low, high] = m.log ? [Math.min(...all), Math.max(...all)] : scores(usable);
+      series.push(KV.plots.names(ends, left, low, high, m.log));
+      if (!m.log && ends.length <= BANDS) for (const [name, line] of lines(usable)) {
         const points = [...line].sort((p, q) => q[x.key] - p[x.key]).filter((r) => known(r.lo)).map((r) => [r[x.key], r.lo, r.hi]);
-        if (state.slots.has(name) && points.length > 1) series.push(KV.plots.band(points, styleOf(name).colour));
+        if (state.drawn.has(name) && points.length > 1) series.push(KV.plots.band(points, styleOf(name).colour));
       }
       if (base) series.push({ name: base.name, type: "line", data: [], silent: true, markLine: { symbol: "none", silent: true, lineStyle: { color: KV.colour("muted"), type: [4, 3], width: 1 },
         label: { formatter: () => base.name, position: "insideStartTop", color: KV.colour("muted") }, data: [{ yAxis: floor(base[m.key]) }] } });
       const grey = others().filter((r) => known(r.ratio) || r.share);
       if (grey.length && !m.log) series.push({ name: "others", type: "scatter", symbolSize: 6, itemStyle: { color: KV.colour("muted"), opacity: 0.45 }, z: 2,
-        data: grey.map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })) });
-      return { plot: { grid: { left: narrow() ? 50 : 64, right: narrow() ? 16 : 150, top: 16, bottom: 48 },
-        xAxis: axis({ type: "value", inverse: true, name: x.label, nameGap: 28, min: 0, max: (v) => Math.max(1, Math.ceil(20 * v.max - 0.2) / 20), axisLabel: { formatter: (v) => `${Math.round(100 * v)}%` } }),
-        yAxis: yAxis(), series, tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip(describe(p.data.row)) } }, numbers: plainTable(usable, x) };
+        data: grey.map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })).filter(({ value }) => value[0] >= left && value[0] <= right && value[1] >= low && value[1] <= high) });
+      return { legend: ends, plot: { grid: { left: narrow() ? 50 : 64, right: direct(ends.length) ? 150 : 18, top: 16, bottom: 48 },
+        xAxis: axis({ type: "value", inverse: true, name: x.label, nameGap: 28, min: left, max: right, axisLabel: { formatter: (v) => `${Math.round(100 * v)}%` } }),
+        yAxis: yAxis(usable), series, tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip(describe(p.data.row)) } }, numbers: plainTable(usable, x) };
     },
   };
 
@@ -116,17 +125,19 @@ KV.charts = (() => {
       const series = points.map((p) => p.row.name).filter((n) => !names.has(n) && names.add(n)).map((name) => {
         const s = styleOf(name), base = points.find((p) => p.row.name === name).row.base;
         return { name, type: "scatter", symbol: base ? "diamond" : s ? s.symbol : "circle", symbolSize: base ? 13 : s ? 10 : 6, z: s || base ? 3 : 2,
-          itemStyle: { color: base ? KV.colour("text") : s ? s.colour : KV.colour("faint"), borderColor: KV.colour("panel"), borderWidth: 1 },
+          itemStyle: base ? { color: KV.colour("text") } : s ? { borderColor: KV.colour("panel"), borderWidth: 1, ...s.item } : { color: KV.colour("faint") },
           data: points.filter((p) => p.row.name === name), emphasis: { focus: "series" } };
       });
       series.push({ name: "front", type: "line", step: "end", symbol: "none", silent: true, z: 2, data: best.map((p) => p.value), lineStyle: { color: KV.colour("muted"), type: "dashed", width: 1.5 } });
-      series.push({ name: "named", type: "scatter", symbolSize: 1, silent: true, z: 4, data: best.map((p, i) => ({ value: p.value, row: p.row, text: i && best[i - 1].row.name === p.row.name ? KV.budget(p.row) : KV.title(p.row) })), itemStyle: { color: "transparent" },
-        label: { show: !narrow(), position: "right", distance: 9, formatter: (p) => p.data.text, color: KV.colour("text"), fontSize: 11 }, labelLayout: { hideOverlap: true } });
+      series.push({ name: "named", type: "scatter", symbolSize: 1, silent: true, z: 4, data: [...best.map((p, i) => ({ value: p.value, row: p.row, text: i && best[i - 1].row.name === p.row.name ? KV.budget(p.row) : KV.title(p.row) })),
+        ...points.filter((p) => p.row.base && !best.includes(p)).map((p) => ({ ...p, text: KV.title(p.row) }))], itemStyle: { color: "transparent" },
+        label: { show: true, position: "top", distance: 7, formatter: (p) => p.data.text, color: KV.colour("text"), fontSize: 11 }, labelLayout: { hideOverlap: true } });
       if (x.key === "ratio" && !m.log) series.push({ name: "others", type: "scatter", symbolSize: 5, itemStyle: { color: KV.colour("muted"), opacity: 0.45 },
-        data: others().filter((r) => known(r.ratio) || r.share).map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })) });
-      return { plot: { grid: { left: narrow() ? 50 : 64, right: narrow() ? 18 : 120, top: 16, bottom: 48 },
+        data: others().filter((r) => known(r.ratio) || r.share).map((r) => ({ value: [r.ratio ?? r.budget, r.score], row: r })).filter(({ value }) => value[1] >= scores(usable)[0] && value[1] <= scores(usable)[1]) });
+      const drawn = [...names].filter((name) => state.drawn.has(name)).map((name) => ({ name, colour: style(name).colour }));
+      return { legend: drawn, plot: { grid: { left: narrow() ? 50 : 64, right: narrow() ? 18 : 120, top: 22, bottom: 48 },
         xAxis: axis({ type: "value", scale: x.key === "tpot", name: x.label, nameGap: 28, max: x.key === "ratio" ? (v) => Math.max(1, Math.ceil(20 * v.max) / 20) : null,
-          axisLabel: { formatter: x.tick } }), yAxis: yAxis(), series,
+          axisLabel: { formatter: x.tick } }), yAxis: yAxis(usable), series,
         tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip(describe(p.data.row)) } },
         numbers: plainTable(best.map((p) => p.row), x), caption: "The front" };
     },
@@ -172,15 +183,16 @@ KV.charts = (() => {
     draw: (rows) => {
       const runs = atBudget(id, rows).filter((r) => shapes(r)[key] && !(r.base && y.log));
       const series = runs.map((r) => {
-        const s = r.base ? { colour: KV.colour("muted"), dash: "dashed" } : styleOf(r.name);
+        const s = r.base ? { colour: KV.colour("muted"), dash: "dashed", item: {} } : styleOf(r.name);
         const [steps, values] = shapes(r)[key];
-        return { name: r.name, type: "line", symbol: "circle", symbolSize: 3, data: steps.map((step, i) => [step, y.log ? Math.max(values[i], 1e-6) : values[i] / (y.unit || 1)]), lineStyle: { color: s.colour, type: s.dash, width: 1.8 }, itemStyle: { color: s.colour },
+        return { name: r.name, look: r.base ? null : s, type: "line", symbol: "circle", symbolSize: 3, data: steps.map((step, i) => [step, y.log ? Math.max(values[i], 1e-6) : values[i] / (y.unit || 1)]), lineStyle: { color: s.colour, type: s.dash, width: 1.8 }, itemStyle: { color: s.colour },
           emphasis: { focus: "series" }, z: r.base ? 1 : 3 };
       });
       const all = series.flatMap((one) => one.data.map((p) => p[1]));
       const low = y.log ? Math.min(...all) : 0, right = Math.max(...series.flatMap((one) => one.data.map((p) => p[0])));
-      series.push(KV.plots.names(series.map((one) => ({ name: one.name, y: one.data[one.data.length - 1][1], colour: one.lineStyle.color, rank: 0 })), right, low, Math.max(...all), y.log));
-      return { plot: { grid: { left: narrow() ? 60 : 76, right: narrow() ? 16 : 130, top: 14, bottom: 46 }, xAxis: axis({ type: "value", name: xName, nameGap: 28, max: "dataMax" }),
+      const ends = series.map((one) => ({ name: one.name, y: one.data[one.data.length - 1][1], look: one.look, colour: one.lineStyle.color, rank: 0 }));
+      series.push(KV.plots.names(ends, right, low, Math.max(...all), y.log));
+      return { legend: ends, plot: { grid: { left: narrow() ? 60 : 76, right: direct(ends.length) ? 130 : 18, top: 14, bottom: 46 }, xAxis: axis({ type: "value", name: xName, nameGap: 28, max: "dataMax" }),
         yAxis: axis({ type: y.log ? "log" : "value", min: y.log ? null : 0, name: y.name, nameGap: narrow() ? 46 : 60, axisLabel: { formatter: y.unit ? String : y.show } }), series,
         tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip([p.seriesName, `${xName} ${p.value[0]}`, y.show(p.value[1] * (y.unit || 1))]) } },
         numbers: { head: ["run", "at the start", "at the end"], body: runs.map((r) => { const v = shapes(r)[key][1]; return [KV.title(r), y.show(v[0]), y.show(v[v.length - 1])]; }) } };
@@ -223,10 +235,10 @@ KV.charts = (() => {
       const short = (t) => t.task.slice(t.task.indexOf("/") + 1);
       const order = [...mine.rows].sort((a, b) => (b.average ?? -1) - (a.average ?? -1));
       const bars = mine.rows.filter((r) => KV.budget(r) === state.pick["suite-budget"] || r.budget === 1).slice(0, 7);
-      return { plot: { grid: { left: 50, right: 16, top: 40, bottom: 70 }, legend: { top: 0, textStyle: { color: KV.colour("text") }, type: "scroll" },
+      return { legend: bars.map((r) => ({ name: r.method, series: `${r.method}${r.budget === 1 ? "" : ` ${KV.budget(r)}`}`, colour: r.budget === 1 && r.method === "full" ? KV.colour("muted") : style(r.method).colour })), always: true, plot: { grid: { left: 50, right: 16, top: 16, bottom: 70 },
         xAxis: axis({ type: "category", data: mine.tasks.map(short), splitLine: { show: false }, axisLabel: { rotate: mine.tasks.length > 5 ? 40 : 0, interval: 0, hideOverlap: false } }),
-        yAxis: axis({ type: "value", min: 0, name: "score", nameGap: 34 }),
-        series: bars.map((r, i) => ({ name: `${r.method}${r.budget === 1 ? "" : ` ${KV.budget(r)}`}`, type: "bar", data: r.cells, itemStyle: { color: style(i).colour } })),
+        yAxis: axis({ type: "value", min: 0, name: "score ↑", nameGap: 34 }),
+        series: bars.map((r) => ({ name: `${r.method}${r.budget === 1 ? "" : ` ${KV.budget(r)}`}`, type: "bar", data: r.cells, itemStyle: { color: r.budget === 1 && r.method === "full" ? KV.colour("muted") : style(r.method).colour } })),
         tooltip: { ...KV.plots.common().tooltip, formatter: (p) => tip([p.seriesName, p.name, KV.fixed(p.value)]) } },
         numbers: { head: ["method", "budget", "average", ...mine.tasks.map(short)], body: order.map((r) => [[r.method, r.variant].filter(Boolean).join(" "), KV.budget(r), KV.fixed(r.average), ...r.cells.map((c) => KV.fixed(c))]) },
         open: true, caption: mine.mixed.length ? `No averages: ${mine.mixed.join(", ")} comes with more than one protocol or metric.` : "" };
@@ -240,6 +252,14 @@ KV.charts = (() => {
   const numbersTable = ({ head, body }) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "numbers" }, el("table", { class: "plain" },
     el("thead", {}, el("tr", {}, head.map((text, i) => el("th", { scope: "col", class: i && body.every((line) => numeric(line[i])) ? "right" : "", text })))),
     el("tbody", {}, body.map((line) => el("tr", {}, line.map((text, i) => el(i ? "td" : "th", { scope: i ? null : "row", class: i && numeric(text) ? "right" : "", text })))))));
+  /** Names of what is drawn, as a list that wraps, where they cannot stand beside the lines; a name under the pointer is brought out. */
+  const legend = (made, chart) => (!made.legend || (!made.always && direct(made.legend.length)) ? [] : made.legend.map(({ name, series, colour }) => {
+    const item = el("li", { tabindex: "0" }, swatch(name.replace(/ \+\d+$/, ""), colour), name);
+    const bring = (type) => () => chart.dispatchAction({ type, seriesName: (series || name).replace(/ \+\d+$/, "") });
+    for (const event of ["mouseenter", "focus"]) item.addEventListener(event, bring("highlight"));
+    for (const event of ["mouseleave", "blur"]) item.addEventListener(event, bring("downplay"));
+    return item;
+  }));
   const paint = (card, node) => {
     const rows = rowsOf(state.group);
     const box = node.querySelector(".plot");
@@ -252,8 +272,9 @@ KV.charts = (() => {
     box.hidden = !made.plot;
     if (made.plot) {
       box.setAttribute("aria-label", `${node.querySelector("h3").textContent}; its numbers follow as a table`);
-      KV.plots.draw(box, made.plot);
-    }
+      const chart = KV.plots.draw(box, made.plot);
+      node.querySelector(".legend").replaceChildren(...legend(made, chart));
+    } else node.querySelector(".legend").replaceChildren();
     const details = node.querySelector("details"), bare = node.querySelector(".bare");
     bare.replaceChildren(...(made.plot ? [] : [numbersTable(made.numbers)]));
     details.hidden = !made.plot;
@@ -283,40 +304,39 @@ KV.charts = (() => {
     get("cards").replaceChildren(...CARDS.filter((card) => card.can(rows)).map((card) => {
       const node = el("article", { class: `card ${card.wide ? "broad" : ""}`, id: `card-${card.id}` },
         el("h3", { text: typeof card.title === "function" ? card.title() : card.title }), el("p", { class: "muted", text: card.note() }), el("div", { class: "controls" }),
-        el("div", { class: "plot", role: "img", "aria-label": "figure, drawn when it comes into view" }), el("div", { class: "bare" }), el("details", {}));
+        el("div", { class: "plot", role: "img", "aria-label": "figure, drawn when it comes into view" }), el("ul", { class: "legend", "aria-label": "names" }), el("div", { class: "bare" }), el("details", {}));
       nodes.set(node, { card, painted: false });
       return node;
     }));
     for (const node of nodes.keys()) seen.observe(node);
   };
 
-  const swatch = (name) => {
-    const s = styleOf(name);
+  /** A line and a mark as a figure has them; grey where the name is not drawn and no colour is given. */
+  const swatch = (name, given) => {
+    const s = given ? style(name) : styleOf(name);
     const svg = (tag, attributes) => {
       const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
       Object.entries(attributes).forEach(([key, value]) => node.setAttribute(key, value));
       return node;
     };
-    const ink = s ? s.colour : KV.colour("faint"), empty = s && s.symbol.startsWith("empty");
-    const fill = empty ? KV.colour("panel") : ink, kind = s ? s.symbol.replace("empty", "").toLowerCase() : "circle";
-    const box = svg("svg", { class: "swatch", viewBox: "0 0 22 12", "aria-hidden": "true" });
-    box.append(svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: ink, "stroke-width": 2, "stroke-dasharray": s ? { solid: "none", dashed: "5 3", dotted: "2 2" }[s.dash] : "none" }));
-    const marks = { circle: ["circle", { cx: 11, cy: 6, r: 4 }], rect: ["rect", { x: 7, y: 2, width: 8, height: 8 }], triangle: ["path", { d: "M11 1 L16 10 L6 10 Z" }], diamond: ["path", { d: "M11 1 L16 6 L11 11 L6 6 Z" }] };
-    box.append(svg(marks[kind][0], { ...marks[kind][1], fill, stroke: ink, "stroke-width": 1.5 }));
+    const ink = given || (s ? s.colour : KV.colour("faint"));
+    const box = svg("svg", { class: "swatch", viewBox: "0 0 26 12", "aria-hidden": "true" });
+    box.append(svg("line", { x1: 0, x2: 26, y1: 6, y2: 6, stroke: ink, "stroke-width": 1.6, "stroke-dasharray": s && s.dash !== "solid" ? s.dash.join(" ") : "none" }));
+    box.append(svg("path", { d: style(name).mark, transform: "translate(7.6 0.6) scale(0.9)", fill: style(name).hollow ? KV.colour("panel") : ink, stroke: ink, "stroke-width": 1.2 }));
     return box;
   };
   const chips = () => {
     const names = [...lines(rowsOf(state.group)).keys()].sort();
     const toggle = (name, on) => {
-      if (on) { let slot = 0; const taken = new Set(state.slots.values()); while (taken.has(slot)) slot += 1; state.slots.set(name, slot); }
-      else state.slots.delete(name);
+      if (on) state.drawn.add(name);
+      else state.drawn.delete(name);
       chips();
       redraw();
     };
     const active = document.activeElement?.id;
     get("methods").replaceChildren(get("methods").querySelector("legend"), ...names.map((name, i) => {
       const box = el("input", { type: "checkbox", id: `chip-${i}` });
-      box.checked = state.slots.has(name);
+      box.checked = state.drawn.has(name);
       box.addEventListener("change", () => toggle(name, box.checked));
       return el("label", { class: `chip ${box.checked ? "on" : ""}` }, box, swatch(name), name);
     }));
@@ -332,7 +352,7 @@ KV.charts = (() => {
     const curves = new Map([...lines(rows)].map(([name, line]) => [name, curve(line, m)]));
     const different = means.filter(([name], i) => !means.slice(0, i).some(([earlier]) => curves.get(earlier) === curves.get(name)));
     const names = unique([...different, ...means].map(([name]) => name)).slice(0, 7);
-    state.slots = new Map(names.map((name, slot) => [name, slot]));
+    state.drawn = new Set(names);
     get("group").value = String(group);
     const n = unique(rows.map((r) => r.n));
     const few = info.compared > 0 && Math.max(...n) < info.least ? ` With ${Math.max(...n)} samples and ${info.compared} comparisons nothing can be marked as significant; that takes ${info.least} samples or more.` : "";
@@ -345,13 +365,16 @@ KV.charts = (() => {
     if (!usable.length) { get("figures").hidden = true; return; }
     const several = (key) => unique(data.groups.map((g) => g[key])).length > 1;
     get("group").append(...usable.map(([i, g]) => option(i, [several("sweep") && g.sweep, g.model, g.task, g.protocol, several("metric") && g.metric].filter(Boolean).join(" · "))));
-    get("group").addEventListener("change", () => choose(Number(get("group").value)));
+    get("group").addEventListener("change", () => { choose(Number(get("group").value)); KV.address.set({ setting: get("group").value }); });
     KV.table.changed(() => {
       const visible = KV.table.visible().filter((r) => r.ok && known(r.g));
       if (visible.length && !visible.some((r) => r.g === state.group)) choose(visible[0].g);
     });
     KV.theme.changed(() => { if (state.group !== null) { chips(); redraw(); } });
-    choose(usable[0][0]);
+    const named = () => usable.map(([i]) => i).find((i) => String(i) === KV.address.get().get("setting"));
+    addEventListener("hashchange", () => { const wanted = named(); if (wanted !== undefined && wanted !== state.group) choose(wanted); });
+    const visible = KV.table.visible().find((r) => r.ok && known(r.g));
+    choose(named() ?? (visible ? visible.g : usable[0][0]));
   };
   return { start, choose, state, front };
 })();

@@ -67,6 +67,17 @@ const KV = (() => {
   system.addEventListener("change", showTheme);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-  return { data, shapesOf, known, share, fixed, signed, seconds, bytes, budget, title, el, option, get, unique, MISSING,
+  /* what is chosen stands in the address, so that a link shows the same; sections are reached without touching it */
+  const address = {
+    get: () => new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : ""),
+    set: (values) => {
+      const kept = address.get();
+      for (const [key, value] of Object.entries(values)) if (value) kept.set(key, value); else kept.delete(key);
+      const text = kept.toString();
+      try { history.replaceState(null, "", text ? `#${text}` : location.href.split("#")[0]); } catch { /* a browser that keeps addresses of files as they are */ }
+    },
+  };
+
+  return { data, address, shapesOf, known, share, fixed, signed, seconds, bytes, budget, title, el, option, get, unique, MISSING,
     theme: { next: nextTheme, show: showTheme, dark, changed: (f) => listeners.push(f), now: () => theme }, colour };
 })();

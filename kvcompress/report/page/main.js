@@ -25,6 +25,13 @@
   KV.theme.show();
   KV.viewer.start();
   KV.table.start();
+  for (const link of document.querySelectorAll("a[href^=\"#\"]")) link.addEventListener("click", (event) => {
+    event.preventDefault();
+    const target = get(link.getAttribute("href").slice(1));
+    target.tabIndex = -1;
+    target.scrollIntoView();
+    target.focus({ preventScroll: true });
+  });
   document.addEventListener("keydown", (event) => {
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && !get("viewer").open) { event.preventDefault(); get("search").focus(); }
   });

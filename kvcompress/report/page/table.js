@@ -48,6 +48,7 @@ KV.table = (() => {
   const protocol = (row) => aspects(row.protocol).filter((part) => !shared.includes(part)).join(", ") || MISSING;
 
   const number = (key) => (row) => row[key];
+  const some = (key) => () => data.rows.some((r) => known(r[key]));
   const COLUMNS = [
     { key: "method", label: "Method", show: methodCell, sort: (r) => r.name.toLowerCase(), text: true },
     { key: "model", label: "Model", show: (r) => r.model || MISSING, sort: (r) => r.model, text: true, only: () => many("model") },
@@ -55,18 +56,21 @@ KV.table = (() => {
     { key: "protocol", label: "Protocol", show: protocol, sort: (r) => r.protocol, text: true, only: () => many("protocol") },
     { key: "sweep", label: "Sweep", show: (r) => r.sweep || MISSING, sort: (r) => r.sweep, text: true, only: () => many("sweep") },
     { key: "budget", label: "Budget", show: KV.budget, sort: number("budget") },
-    { key: "score", label: "Score", show: scoreCell, sort: number("score"), down: true },
-    { key: "delta", label: "Δ full", show: deltaCell, sort: (r) => (r.base ? 0 : r.delta), down: true },
-    ...[["words4", "0–4k"], ["words8", "4–8k"], ["words9", "8k+"]].map(([key, label]) => ({ key, label, show: (r) => (known(r[key]) ? KV.fixed(r[key]) : MISSING), sort: number(key), down: true, only: () => data.rows.some((r) => known(r[key])) })),
-    { key: "kl", label: "KL", show: (r) => (known(r.kl) ? r.kl.toPrecision(3) : MISSING), sort: number("kl"), only: () => data.rows.some((r) => known(r.kl)) },
-    { key: "ratio", label: "KV bytes", show: bytesCell, sort: number("ratio") },
-    { key: "read", label: "Read / token", show: (r) => KV.bytes(r.read), sort: number("read") },
-    { key: "mem", label: "Peak memory", show: (r) => KV.bytes(r.mem), sort: number("mem") },
-    { key: "ttft", label: "First token", show: (r) => KV.seconds(r.ttft), sort: number("ttft") },
-    { key: "tpot", label: "Per token", show: (r) => KV.seconds(r.tpot), sort: number("tpot") },
+    { key: "score", label: "Score", better: 1, show: scoreCell, sort: number("score"), down: true, only: some("score") },
+    { key: "delta", label: "Δ full", better: 1, show: deltaCell, sort: (r) => (r.base ? 0 : r.delta), down: true, only: some("delta") },
+    ...[["words4", "0–4k"], ["words8", "4–8k"], ["words9", "8k+"]].map(([key, label]) => ({ key, label, better: 1, show: (r) => (known(r[key]) ? KV.fixed(r[key]) : MISSING), sort: number(key), down: true, only: some(key) })),
+    { key: "kl", label: "KL", better: -1, show: (r) => (known(r.kl) ? r.kl.toPrecision(3) : MISSING), sort: number("kl"), only: some("kl") },
+    { key: "ratio", label: "KV bytes", better: -1, show: bytesCell, sort: number("ratio"), only: some("ratio") },
+    { key: "read", label: "Read / token", better: -1, show: (r) => KV.bytes(r.read), sort: number("read"), only: some("read") },
+    { key: "mem", label: "Peak memory", better: -1, show: (r) => KV.bytes(r.mem), sort: number("mem"), only: some("mem") },
+    { key: "ttft", label: "First token", better: -1, show: (r) => KV.seconds(r.ttft), sort: number("ttft"), only: some("ttft") },
+    { key: "tpot", label: "Per token", better: -1, show: (r) => KV.seconds(r.tpot), sort: number("tpot"), only: some("tpot") },
     { key: "n", label: "n", show: (r) => (known(r.n) ? String(r.n) : MISSING), sort: number("n") },
     { key: "flags", label: "Marks", show: flagsCell, sort: (r) => r.flags.join(), text: true, only: () => data.rows.some((r) => r.flags.length || r.origin !== "measured") },
   ].filter((column) => !column.only || column.only());
+
+  /* which way is better, said once in the heading */
+  const heading = (column) => `${column.label}${{ 1: " ↑", "-1": " ↓" }[column.better] || ""}`;
 
   const state = { sort: null, down: false, rows: [], made: 0, filters: {} };
   const listeners = [];
@@ -97,13 +101,18 @@ KV.table = (() => {
     }
     const parts = unique(data.rows.flatMap(partNames)).sort(natural);
     if (parts.length > 1) select("part", "Part", parts, "any");
+    const orders = COLUMNS.filter((c) => !["flags", "protocol"].includes(c.key))
+      .map((c) => [`${c.down ? "-" : ""}${c.key}`, `${c.label}${c.text ? "" : c.down ? ", highest first" : ", lowest first"}`]);
+    const by = el("select", { id: "f-sort" }, option("", "setting and budget"), orders.map(([value, label]) => option(value, label)));
+    by.addEventListener("change", () => { state.down = by.value.startsWith("-"); state.sort = by.value.replace("-", "") || null; update(); });
+    form.append(el("label", { class: "field" }, "Sort by", by));
     const rest = data.rows.filter((r) => !r.ok).length;
     if (rest) {
       const node = el("select", { id: "f-show" }, option("ok", "on the board"), option("all", `all, also ${rest} others`));
       node.addEventListener("change", () => { state.filters.show = node.value; update(); });
       form.append(el("label", { class: "field" }, "Rows", node));
     }
-    form.append(el("button", { type: "button", id: "clear", class: "quiet", text: "Reset", onclick: () => { form.reset(); state.filters = {}; update(); } }));
+    form.append(el("button", { type: "button", id: "clear", class: "quiet", text: "Reset", onclick: () => { form.reset(); state.filters = {}; state.sort = null; state.down = false; update(); } }));
     form.addEventListener("submit", (event) => event.preventDefault());
   };
 
@@ -141,7 +150,7 @@ KV.table = (() => {
   const buildHead = () => {
     const line = el("tr");
     for (const column of COLUMNS) {
-      const button = el("button", { type: "button", onclick: () => sortBy(column) }, column.label, el("span", { class: "arrow", "aria-hidden": "true" }));
+      const button = el("button", { type: "button", onclick: () => sortBy(column) }, heading(column), el("span", { class: "arrow", "aria-hidden": "true" }));
       line.append(el("th", { scope: "col", class: column.text ? "" : "num", "data-key": column.key }, button));
     }
     get("head").append(line);
@@ -149,7 +158,7 @@ KV.table = (() => {
   const showHead = () => {
     for (const th of get("head").querySelectorAll("th")) {
       const on = th.dataset.key === state.sort;
-      th.querySelector(".arrow").textContent = on ? (state.down ? "▼" : "▲") : "";
+      th.querySelector(".arrow").textContent = on ? (state.down ? "▼" : "▲") : "⇅";
       if (on) th.setAttribute("aria-sort", state.down ? "descending" : "ascending");
       else th.removeAttribute("aria-sort");
     }
@@ -185,7 +194,28 @@ KV.table = (() => {
     const column = COLUMNS.find((c) => c.key === state.sort);
     get("count").textContent = `${state.rows.length} of ${data.rows.length} rows`;
     get("sorted").textContent = column ? `by ${column.label}, ${state.down ? "highest" : "lowest"} first` : "";
+    // an order that the list does not have, such as lowest scores first, is shown by the heading alone
+    const by = get("f-sort"), order = state.sort ? `${state.down ? "-" : ""}${state.sort}` : "";
+    by.value = [...by.options].some((one) => one.value === order) ? order : "";
+    KV.address.set({ ...Object.fromEntries([...FIELDS.map(([id]) => id), "part", "show", "search"].map((id) => [id, state.filters[id] === "ok" ? "" : state.filters[id]])), sort: order });
     listeners.forEach((listener) => listener());
+  };
+  /** Filters and order as the address has them; what it names and this page lacks is left out. */
+  const follow = () => {
+    const wanted = KV.address.get();
+    state.filters = {};
+    for (const id of [...FIELDS.map(([id_]) => id_), "part", "show"]) {
+      const node = get(`f-${id}`);
+      if (!node) continue;
+      const value = wanted.get(id) || "";
+      node.value = [...node.options].some((one) => one.value === value) ? value : node.options[0].value;
+      state.filters[id] = node.value;
+    }
+    get("search").value = state.filters.search = wanted.get("search") || "";
+    const order = wanted.get("sort") || "", key = order.replace(/^-/, "");
+    state.sort = COLUMNS.some((c) => c.key === key) ? key : null;
+    state.down = Boolean(state.sort) && order.startsWith("-");
+    update();
   };
 
   /* ---- details of a row */
@@ -237,7 +267,8 @@ KV.table = (() => {
     // where the table scrolls by itself, rows are made shortly before they come into view
     const box = get("body").closest(".scroll");
     box.addEventListener("scroll", () => { if (!get("more").hidden && box.scrollHeight - box.scrollTop - box.clientHeight < 900) grow(CHUNK); }, { passive: true });
-    update();
+    addEventListener("hashchange", follow);
+    follow();
   };
   return { start, state, update, changed: (f) => listeners.push(f), visible: () => state.rows, shared };
 })();
