@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from functools import cache
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 Tensor = torch.Tensor
 
@@ -29,7 +29,9 @@ class Constant:
         """The copy on a device, in the type that it was made in or in another; shared, so read-only."""
         key = (device, dtype or self.value.dtype)
         if key not in self._copies:
-            with _disable_current_modes():  # while a step is traced: a stand-in must not be kept
+            from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+            with unset_fake_temporarily(), disable_proxy_modes_tracing():  # in a trace: a stand-in must not be kept
                 self._copies[key] = self.value.to(*key)
         return self._copies[key]
 
