@@ -374,6 +374,12 @@ class EmulatedCUDA:
         }  # fmt: skip
         for name, value in known.items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        # a module that moves takes new parameters: its old ones cannot hold the data of an emulated tensor
+        future = torch.__future__
+        self._stack.callback(
+            future.set_overwrite_module_params_on_conversion, future.get_overwrite_module_params_on_conversion()
+        )
+        future.set_overwrite_module_params_on_conversion(True)
         self._replace_kernels()
         self._stack.enter_context(_Functions())
         self._stack.enter_context(Operations())
