@@ -46,6 +46,7 @@ def runner():
 
 
 def identity(made):
+    made = cell_spec.with_dtype(made)
     return hashing.digest(cell_spec.identity(made, components.build_method(made), components.build_task(made)))
 
 
