@@ -258,7 +258,7 @@ def test_a_file_is_found_by_its_model_and_refused_for_another(tmp_path, monkeypa
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 9, "model": {"a": 1}, "scores": [[1]]}'])
 def test_a_file_that_is_none_is_refused(text, tmp_path):
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ValueError, match=r"bad\.json.*calibrate_duo"):
+    with pytest.raises(ValueError, match=r"bad\.json.*calibrate-duo"):
         head_order(str(tmp_path / "bad.json"), small_model())
 
 
