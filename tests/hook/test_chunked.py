@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import EVICTING, all_held, every_method, make
+from helpers import EVICTING, all_held, every_method, load_script, make
 from small_models import left_padded, random_ids, small_model
 
 from kvcompress import compress
@@ -91,10 +89,7 @@ def test_a_budget_that_is_no_number_of_tokens_is_refused():
 
 
 def test_the_command_prints_and_writes_what_was_measured(tmp_path, capsys):
-    path = Path(__file__).parents[2] / "scripts" / "bench.py"
-    spec = importlib.util.spec_from_file_location("bench_script", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("bench")
     out = tmp_path / "c.json"
     arguments = "chunked --model random/llama --methods SnapKV,KeyDiff --length 300 --budget 80 --chunk 40 --json"
     assert script.chunked(script.parse([*arguments.split(), str(out)])) == 0

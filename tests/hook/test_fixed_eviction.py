@@ -175,7 +175,7 @@ def test_a_step_is_one_graph_that_asks_the_host_for_nothing(name, monkeypatch):
 @pytest.mark.parametrize("name", ["H2O", "SnapKV", "RKV"])
 def test_one_capture_serves_the_prompts_that_follow(name, monkeypatch):
     model, captures, found = small_model(num_hidden_layers=2), [], []
-    monkeypatch.setattr(static_decode, "captured", lambda run: captures.append(run) or run)
+    monkeypatch.setattr(static_decode, "captured", lambda run, device: captures.append(run) or run)
     for decode in ("eager", "static"):
         with compress(model, ALL[name], decode=decode) as session:
             session.stepper.decode = "graph" if decode == "static" else decode  # which asks for a CUDA device
@@ -187,7 +187,7 @@ def test_one_capture_serves_the_prompts_that_follow(name, monkeypatch):
 
 def test_buffers_that_another_cache_still_holds_are_left_alone(monkeypatch):
     model, captures = small_model(), []
-    monkeypatch.setattr(static_decode, "captured", lambda run: captures.append(run) or run)
+    monkeypatch.setattr(static_decode, "captured", lambda run, device: captures.append(run) or run)
     with compress(model, H2O(budget=BUDGET), decode="static") as session:
         session.stepper.decode = "graph"
         session.prefill(random_ids(1, 20))

@@ -223,7 +223,7 @@ def test_a_sweep_over_methods_under_one_schedule_makes_records_and_figures(file,
 
 def test_the_place_of_the_file_is_no_part_of_the_run_but_its_content_is(file, cell, tmp_path):
     def identity(path):
-        made = cell("task=reasoning/gsm8k", f"task.path={path}")
+        made = cell_spec.with_dtype(cell("task=reasoning/gsm8k", f"task.path={path}"))
         return hashing.digest(cell_spec.identity(made, components.build_method(made), components.build_task(made)))
 
     other = tmp_path / "copy.jsonl"
