@@ -23,7 +23,7 @@ class DiskFull(BaseException):
 
 
 class FolderGone(DiskFull):
-    """The folder of a run was deleted or moved while it was written to."""
+    """The folder of a sweep was deleted or moved while it was written to."""
 
     advice = "it was deleted or moved while the sweep ran; the same command runs again what was in it"
 
@@ -34,13 +34,14 @@ def written(path: Path) -> Iterator[None]:
 
     Raises:
         DiskFull: the disk, the quota or the largest size of a file is exhausted.
-        FolderGone: the folder that it belongs into is not there any more.
+        FolderGone: the folder of the sweep is not there any more.
     """
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise DiskFull(f"cannot write {path}: {error.strerror}") from error
-        if error.errno == errno.ENOENT and not path.parent.is_dir():
-            raise FolderGone(f"{path.parent} is gone") from error
+        sweep = path.parent.parent  # of a run; where only the run's own is gone, that cell fails
+        if error.errno == errno.ENOENT and not sweep.is_dir():
+            raise FolderGone(f"{sweep} is gone") from error
         raise
