@@ -101,10 +101,10 @@ def test_after_a_failed_capture_the_stream_is_the_one_before(monkeypatch):
 
     stock = static_decode.step
 
-    def reads(model, ids, *rest):
+    def reads(model, forms, ids, *rest):
         if torch.cuda.current_stream() is not torch.cuda.default_stream() and cuda.capturing:
             ids.tolist()
-        return stock(model, ids, *rest)
+        return stock(model, forms, ids, *rest)
 
     monkeypatch.setattr(static_decode, "step", reads)
     tokens, _, _ = run(Full(), random_ids(1, 12))

@@ -217,7 +217,7 @@ def test_a_tracker_that_does_not_start_is_tried_once_and_fails_no_run(monkeypatc
     assert command(tmp_path, "method=full,random", "budget=0.5", "logger=wandb", "limit=1") == 0
     assert {stored["status"] for stored in records(tmp_path).values()} == {"ok"}
     assert len(tries) == len(caplog.messages) == 1
-    assert "sync.py" in caplog.messages[0] and "no route to host" in caplog.text
+    assert "kvcompress sync" in caplog.messages[0] and "no route to host" in caplog.text
 
 
 @pytest.mark.parametrize("fault", [SystemExit(1), ImportError("no such package")])
@@ -225,7 +225,7 @@ def test_whatever_a_tracker_raises_at_its_start_is_a_warning(monkeypatch, swept,
     tries = refusing(monkeypatch, fault)
     made = list((swept[0] / "test").glob("*/"))
     assert [tracking.log(settings(tmp_path), folder) for folder in made] == [False] * 3
-    assert tries and all("sync.py" in text for text in caplog.messages) and str(fault) in caplog.text
+    assert tries and all("kvcompress sync" in text for text in caplog.messages) and str(fault) in caplog.text
     if isinstance(fault, Exception):
         assert len(tries) == len(caplog.messages) == 1
 

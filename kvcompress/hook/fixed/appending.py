@@ -65,7 +65,8 @@ class AppendForm:
         store.fix(max(1, tokens if firing is None else firing.room(layer, tokens)))
         self._use(layer, store)
         needs, self._firing = compressor.needs, firing
-        self.wants, self.decay = compressor.wants_probabilities, needs.decay if needs.mass else None
+        self.wants = compressor.wants_probabilities
+        self.decay = needs.decay if needs.mass and self.wants else None
         channels = store.channels
         keys = channels["keys"]
         self.batch, self.slots = keys.shape[0], keys.shape[2]

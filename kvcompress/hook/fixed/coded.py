@@ -41,7 +41,7 @@ class CodedForm:
         self.dtype, self.rotation = encoding.dtype, encoding.codec_rope
         self.heads, self.batch, self.slots = store.heads, store.counts.shape[0], store.capacity
         self.wants = compressor.wants_probabilities
-        self.decay = compressor.needs.decay if compressor.needs.mass else None
+        self.decay = compressor.needs.decay if compressor.needs.mass and self.wants else None
         codes = encoding.channels(store)
         beside = sorted(
             (name for name in store.channels if name not in (*codes, "positions")), key=lambda n: n != "mass"

@@ -54,7 +54,7 @@ class EvictForm:
         self.index, self.group = layer.index, layer.gqa_group
         needs = compressor.needs
         self.wants = compressor.wants_probabilities or (evicts and needs.window > 0)
-        self.decay = needs.decay if needs.mass else None
+        self.decay = needs.decay if needs.mass and self.wants else None
         room = self._wanted(layer, tokens) - store.length
         store.fix(max(1, room))
         for name in store.channels:

@@ -50,7 +50,8 @@ class LaneForm:
         store.reserve(max(1, tokens if firing is None else firing.room(layer, tokens)))
         self._layer, self.store, self._firing = weakref.ref(layer), store, firing
         needs = compressor.needs
-        self.wants, self.decay = compressor.wants_probabilities, needs.decay if needs.mass else None
+        self.wants = compressor.wants_probabilities
+        self.decay = needs.decay if needs.mass and self.wants else None
         beside = sorted((name for name in store.channels if name not in KV), key=lambda name: name != "mass")
         self.buffers = {name: store.channels[name] for name in (*KV, *beside)}
         self._n, self.heads, self.batch = len(self.buffers), store.heads, store.counts.shape[0]
