@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from kvcompress.common import hashing
 from kvcompress.report.command import Commands, from_hydra
-from kvcompress.sweep.cell_spec import identity
+from kvcompress.sweep.cell_spec import identity, with_dtype
 from kvcompress.sweep.components import build_method, build_task
 from kvcompress.sweep.config import check_overrides, composing, folder
 
@@ -28,13 +28,14 @@ CELLS = [
 def left_behind(path, compose, overrides):
     """A run's configuration in its folder, and its run id."""
     check_overrides(overrides, folder())
-    config = compose([*overrides, "paths.data=null"])
+    config = with_dtype(compose([*overrides, "paths.data=null"]))
     path.mkdir()
     (path / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     return run_id(config)
 
 
 def run_id(config):
+    config = with_dtype(config)
     return hashing.digest(identity(config, build_method(config), build_task(config)))
 
 
@@ -60,8 +61,8 @@ def test_the_command_says_no_more_than_what_differs_from_the_usual(tmp_path, usu
     with composing() as compose:
         left_behind(tmp_path / "run", compose, CELLS[0])
     assert usual.line(tmp_path / "run", {}) == (
-        "kvcompress run model=random/llama task=needle method=snapkv budget=0.25 seed=0"
-    )
+        "kvcompress run model=random/llama task=needle method=snapkv budget=0.25 seed=0 dtype=float32"
+    ), "dtype: what auto came to, so that the run is the same on a GPU"
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "- 1", "model: 3\ntask: {}\nmethod: {}", None])
