@@ -46,7 +46,7 @@ def clean_hydra():
 def test_a_compression_ratio_leads_to_the_budget_that_keeps_the_rest(asked, says, tmp_path, capfd):
     assert main(["-m", *SHORT, f"paths.results={tmp_path}", "method=snapkv", *asked]) in (1, 2)
     printed = capfd.readouterr().err.strip()
-    assert says in printed and printed.count("\n") == 0
+    assert says in " ".join(printed.split()) and printed.count("\n") <= 1, "a narrow terminal wraps it once"
 
 
 def test_a_compression_ratio_in_python_leads_there_too():
